@@ -1,0 +1,131 @@
+"""weightcachectl against real services, as a person or a script runs it."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import MakeCheckpoint
+from tests.running import RunningService
+from weightcached.paths import socket_path
+from weightcached.wire.connection import Connection
+from weightcached.wire.messages import Attach
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def start(runtime_dir: Path) -> Iterator[Callable[..., RunningService]]:
+    """Starts services that are ended with the test."""
+    started: list[RunningService] = []
+
+    def begin(config: str, **options: str) -> RunningService:
+        service = RunningService(runtime_dir, config, instance=options.get("instance", "test"))
+        started.append(service)
+        return service.ready()
+
+    yield begin
+    for service in started:
+        service.abandon()
+
+
+@pytest.fixture
+def config(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> str:
+    """One small model on host-0."""
+    path = make_checkpoint(tmp_path / "small.safetensors", {"a": ("F32", (64, 16), bytes(4096))})
+    return f'devices = ["host-0"]\n[[model]]\nname = "small"\ncheckpoint = "{path}"\n'
+
+
+def ctl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """One command, whatever its exit status."""
+    return subprocess.run(
+        [sys.executable, "-m", "weightcached.cli.ctl", *arguments], capture_output=True, text=True, timeout=30, cwd=ROOT
+    )
+
+
+@pytest.mark.usefixtures("runtime_dir")
+@pytest.mark.parametrize("command", [["status"], ["list"], ["load", "m"], ["evict", "m"], ["wait"], ["reload"]])
+def test_no_service_is_exit_code_3(command: list[str]) -> None:
+    """Every command says how to start one."""
+    done = ctl(*command)
+    assert done.returncode == 3
+    assert "systemctl --user start weightcached@" in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.usefixtures("runtime_dir")
+@pytest.mark.parametrize("command", [[], ["frobnicate"], ["load"], ["wait", "--timeout", "soon"]])
+def test_wrong_usage_is_exit_code_2(command: list[str]) -> None:
+    """argparse's own code, with usage on stderr."""
+    done = ctl(*command)
+    assert done.returncode == 2
+    assert "usage:" in done.stderr
+
+
+def test_status_shows_models_devices_and_users(start: Callable[..., RunningService], config: str) -> None:
+    """The table names the model, its device, size and generation; a holder appears with its pid."""
+    service = start(config)
+    with Connection.open(socket_path("host-0"), device="host-0") as worker:
+        _, fds = worker.request(Attach(model="small"))
+        fds.close()
+        text = service.ctl("status")
+    assert f"weightcached@test 0.1.0, pid {service.process.pid}, ready" in text
+    row = next(line for line in text.splitlines() if line.startswith("small"))
+    assert row.split()[:5] == ["small", "host-0", "cached", "4.0", "KiB"]
+    assert "(pytest)" in row or "(python" in row
+    service.stop()
+
+
+def test_json_is_one_object_with_a_schema(start: Callable[..., RunningService], config: str) -> None:
+    """`status` and `list` as JSON: a schema number, bytes as integers."""
+    service = start(config)
+    status = json.loads(service.ctl("status", "--json"))
+    assert status["schema"] == 1
+    assert status["services"][0]["devices"][0]["held"] == 4096
+    shards = json.loads(service.ctl("list", "--json"))
+    assert (shards["schema"], shards["shards"][0]["nbytes"]) == (1, 4096)
+    service.stop()
+
+
+def test_unknown_names_are_exit_code_4(start: Callable[..., RunningService], config: str) -> None:
+    """A model or a device that the service does not have is named with what it has."""
+    service = start(config)
+    for command in (["load", "big"], ["wait", "big"]):
+        assert "there: small" in service.ctl(*command, code=4)
+    service.ctl("evict", "big", code=4)
+    service.ctl("evict", "small", "--device", "host-7", code=4)
+    assert service.model("small")["state"] == "cached"
+    service.stop()
+
+
+def test_several_services_need_a_choice(start: Callable[..., RunningService], config: str, runtime_dir: Path) -> None:
+    """With two control sockets, `load` asks for --instance and names both; with it, it works."""
+    service = start(config)
+    (runtime_dir / "other.control.sock").touch()
+    done = ctl("load", "small")
+    assert done.returncode == 1
+    assert "--instance: other, test" in done.stderr
+    assert ctl("load", "small", "--instance", "test").returncode == 0
+    (runtime_dir / "other.control.sock").unlink()
+    service.stop()
+
+
+def test_status_costs_little(start: Callable[..., RunningService], config: str) -> None:
+    """`status` takes less than 150 ms of processor time, its process's start included."""
+    service = start(config)
+    service.ctl("status")
+    costs = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert ctl("status").returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        costs.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    print(f"weightcachectl status: {min(costs) * 1000:.0f} ms of processor time, best of 5")
+    assert min(costs) < 0.150
+    service.stop()

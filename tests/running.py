@@ -1,0 +1,184 @@
+"""A real service for tests: the command itself in its own process, with a small stand-in for the service manager."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from weightcached.paths import control_path
+
+START_SECONDS = 30.0
+
+
+class RunningService:
+    """``weightcached serve`` with a config file of its own; what it tells systemd is collected in `messages`.
+
+    `stop` must be called; it checks that the exit status is what was expected and that nothing is left behind.
+    """
+
+    def __init__(
+        self, runtime_dir: Path, config: str, *, instance: str = "test", options: tuple[str, ...] = ()
+    ) -> None:
+        self.runtime_dir = runtime_dir
+        self.instance = instance
+        self.messages: list[str] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="wcs-", dir="/tmp")
+        self.config = Path(self._folder.name) / f"{instance}.toml"
+        self.config.write_text(config)
+        self._log = open(Path(self._folder.name) / "log", "w+b")  # noqa: SIM115 - closed by `stop`
+        self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        address = f"{self._folder.name}/notify"
+        self._notify.bind(address)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "weightcached", "serve", "--config", str(self.config), *options],
+            env={**os.environ, "NOTIFY_SOCKET": address, "WEIGHTCACHED_RUNTIME_DIR": str(runtime_dir)},
+            stdin=subprocess.DEVNULL,
+            stderr=self._log,
+            cwd=Path(__file__).parents[1],
+        )
+
+    @property
+    def log(self) -> str:
+        """Everything the service and its children have written to stderr."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
+
+    def wait_for(self, text: str, seconds: float = START_SECONDS) -> str:
+        """The first message to systemd, past or coming, that contains `text`."""
+        end = time.monotonic() + seconds
+        seen = 0
+        with open_pidfd(self.process.pid) as pidfd:
+            while True:
+                for message in self.messages[seen:]:
+                    if text in message:
+                        return message
+                seen = len(self.messages)
+                readable, _, _ = select.select([self._notify, pidfd], [], [], max(end - time.monotonic(), 0))
+                if self._notify in readable:
+                    self.messages.append(self._notify.recv(8192).decode())
+                elif pidfd in readable:
+                    raise AssertionError(f"the service ended with {self.process.wait()} before {text!r}:\n{self.log}")
+                else:
+                    raise AssertionError(f"no {text!r} within {seconds} s; got {self.messages}\n{self.log}")
+
+    def ready(self) -> RunningService:
+        """Waits until the service reports ready."""
+        self.wait_for("READY=1")
+        return self
+
+    def ctl(self, *arguments: str, code: int = 0) -> str:
+        """Output of ``weightcachectl``, which must exit with `code`; for a failure, what it said on stderr."""
+        done = subprocess.run(
+            [sys.executable, "-m", "weightcached.cli.ctl", *arguments],
+            env={**os.environ, "WEIGHTCACHED_RUNTIME_DIR": str(self.runtime_dir)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=Path(__file__).parents[1],
+        )
+        assert done.returncode == code, f"{arguments}: {done.returncode}\n{done.stdout}{done.stderr}\n{self.log}"
+        return done.stdout if code == 0 else done.stderr
+
+    def status(self) -> dict[str, Any]:
+        """This service's part of ``weightcachectl status --json``."""
+        services = json.loads(self.ctl("status", "--json", "--instance", self.instance))["services"]
+        return services[0]
+
+    def model(self, name: str) -> dict[str, Any]:
+        """A configured model's part of the status."""
+        return next(model for model in self.status()["models"] if model["model"] == name)
+
+    def wait(self) -> int:
+        """The exit status, once the service has ended by itself."""
+        return self.process.wait(START_SECONDS)
+
+    def stop(self, code: int | None = 0, *, shared: bool = False) -> None:
+        """Ends the service and frees what the test used. Checks the exit status, and that nothing is left behind.
+
+        `code` None: the test has killed the service, so nothing is expected of its end. `shared`: another service uses
+        the same runtime directory, whose files may stay.
+        """
+        try:
+            children = children_of(self.process.pid)
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGTERM)
+            found = self.process.wait(START_SECONDS)
+            for pid in children:
+                wait_for_end(pid)
+            if code is not None:
+                assert found == code, f"exit status {found}, expected {code}:\n{self.log}"
+                files = [path for path in self.runtime_dir.iterdir() if path.suffix in (".sock", ".lock")]
+                left = sorted(path.name for path in files if not shared or path.name.startswith(self.instance))
+                assert not left, f"left in the runtime directory: {left}"
+                assert "Traceback" not in self.log, self.log
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Kills what still runs and frees what the test used, without any check. Idempotent."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self._notify.close()
+        self._log.close()
+        self._folder.cleanup()
+
+    @property
+    def control(self) -> Path:
+        return control_path(self.instance)
+
+
+class open_pidfd:
+    """A pidfd for a ``with`` block: readable when the process has ended (pidfd_open(2))."""
+
+    def __init__(self, pid: int) -> None:
+        self._fd = os.pidfd_open(pid)
+
+    def __enter__(self) -> int:
+        return self._fd
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.close(self._fd)
+
+
+def wait_for_end(pid: int, seconds: float = START_SECONDS) -> None:
+    """Returns when the process is gone; fails if it is not within `seconds`."""
+    try:
+        with open_pidfd(pid) as pidfd:
+            assert select.select([pidfd], [], [], seconds)[0], f"process {pid} is still there after {seconds} s"
+    except ProcessLookupError:
+        return
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids of a process's direct children now."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def process_of_role(service: RunningService, role: str, seconds: float = START_SECONDS) -> int:
+    """The pid of the service's child with that role ("worker", "loader"), as soon as there is one.
+
+    Looks again and again, since the kernel reports no event for a new child of another process; bounded by `seconds`.
+    """
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for pid in children_of(service.process.pid):
+            try:
+                arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            except FileNotFoundError:
+                continue
+            if role.encode() in arguments:
+                return pid
+    raise AssertionError(f"no {role} process within {seconds} s:\n{service.log}")

@@ -1,0 +1,118 @@
+"""vault: copies of descriptors, each closed exactly when its shard is dropped."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.leaks import NoDescriptorLeaks
+from weightcached.fds import FdSet
+from weightcached.service.vault import Vault
+
+
+@pytest.fixture
+def vault(descriptors: NoDescriptorLeaks) -> Vault:
+    return Vault()
+
+
+def fds(count: int = 2) -> FdSet:
+    return FdSet(os.open(os.devnull, os.O_RDONLY) for _ in range(count))
+
+
+def hold(vault: Vault, device: str, model: str, generation: int, nbytes: int = 10) -> list[int]:
+    """Holds a new shard; the numbers of its descriptors."""
+    with fds() as given:
+        numbers = [fd.fileno() for fd in given]
+        vault.hold(device, model, generation, nbytes, given)
+        assert len(given) == 0  # they are the vault's now
+    return numbers
+
+
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def names(vault: Vault, device: str) -> list[tuple[str, int]]:
+    return [(shard.model, shard.generation) for shard in vault.of_device(device)]
+
+
+def test_a_held_shard_keeps_its_descriptors_in_order(vault: Vault) -> None:
+    """What was given comes back: the same descriptors in the same order, with the shard's name and bytes."""
+    numbers = hold(vault, "host-0", "m", 1, 99)
+    (shard,) = vault.of_device("host-0")
+    assert [fd.fileno() for fd in shard.descriptors] == numbers
+    assert (shard.device, shard.model, shard.generation, shard.nbytes) == ("host-0", "m", 1, 99)
+    vault.close()
+
+
+def test_a_dropped_shard_is_closed_at_once(vault: Vault) -> None:
+    """Dropping closes this shard's copies and no other's; dropping again, or what was never there, does nothing."""
+    first, second = hold(vault, "host-0", "m", 1), hold(vault, "host-0", "m", 2)
+    vault.drop("host-0", "m", 1)
+    vault.drop("host-0", "m", 1)
+    vault.drop("host-1", "m", 2)
+    vault.drop("host-0", "other", 2)
+    assert not any(map(is_open, first))
+    assert all(map(is_open, second))
+    vault.close()
+
+
+def test_a_shard_of_the_same_name_takes_the_place(vault: Vault) -> None:
+    """A generation that is held twice does not leak the copies of the first time."""
+    first = hold(vault, "host-0", "m", 1)
+    os.close(os.dup(0))
+    second = hold(vault, "host-0", "m", 1, 20)
+    assert [shard.nbytes for shard in vault.of_device("host-0")] == [20]
+    assert not any(is_open(fd) for fd in set(first) - set(second))
+    assert all(map(is_open, second))
+    vault.close()
+
+
+def test_devices_are_apart_and_older_generations_first(vault: Vault) -> None:
+    """A worker gets the shards of its own device, in the order in which they replaced each other."""
+    for device, model, generation in (("host-0", "m", 3), ("host-1", "m", 9), ("host-0", "n", 2), ("host-0", "m", 1)):
+        hold(vault, device, model, generation)
+    assert names(vault, "host-0") == [("m", 1), ("n", 2), ("m", 3)]
+    assert names(vault, "host-1") == [("m", 9)]
+    assert names(vault, "host-2") == []
+    vault.close()
+
+
+def test_find_gives_the_newest(vault: Vault) -> None:
+    """Of several generations the newest counts, also when an older one is held after it."""
+    hold(vault, "host-0", "m", 2)
+    hold(vault, "host-0", "m", 1)
+    found = vault.find("host-0", "m")
+    assert found is not None and found.generation == 2
+    assert vault.find("host-0", "other") is None
+    assert vault.find("host-1", "m") is None
+    vault.close()
+
+
+def test_generations_outlive_their_shards(vault: Vault) -> None:
+    """The highest number ever held is remembered for each device and model, whatever was dropped."""
+    for generation in (1, 3, 2):
+        hold(vault, "host-0", "m", generation)
+        vault.drop("host-0", "m", generation)
+    hold(vault, "host-1", "m", 7)
+    generations = vault.generations("host-0")
+    assert generations == {"m": 3}
+    generations["m"] = 0  # a copy
+    assert vault.generations("host-0") == {"m": 3}
+    assert vault.generations("host-2") == {}
+    vault.close()
+    assert vault.generations("host-0") == {"m": 3}
+
+
+def test_close_closes_everything(vault: Vault) -> None:
+    """At the end nothing is held; closing again does nothing."""
+    numbers = [fd for generation in range(5) for fd in hold(vault, "host-0", "m", generation)]
+    vault.close()
+    vault.close()
+    assert not any(map(is_open, numbers))
+    assert vault.of_device("host-0") == []

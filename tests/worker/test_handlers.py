@@ -1,0 +1,435 @@
+"""handlers: every operation on a real worker process, with the test as its service, its publisher and its clients."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.wire.serving import Client
+from tests.worker.process import LIMIT, WorkerProcess, shard
+from weightcached.fds import FdSet, OwnedFd
+from weightcached.shard.host import HostSlab
+from weightcached.shard.manifest import SlabEntry
+from weightcached.wire import framing
+from weightcached.wire.validate import parse_manifest
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[WorkerProcess]:
+    """One worker for all tests of this module; each test uses models of its own names."""
+    process = WorkerProcess().serve()
+    yield process
+    process.close()
+
+
+@pytest.fixture(autouse=True)
+def tidy(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test the worker has said nothing that the test did not expect, and logged no defect."""
+    yield
+    if "worker" in request.fixturenames:
+        worker = request.getfixturevalue("worker")
+        assert not select.select([worker.channel], [], [], 0)[0], worker.hear()
+        assert "Traceback" not in worker.log()
+
+
+def attach(client: Client, model: str, **fields: Any) -> tuple[dict[str, Any], FdSet]:
+    """Asks, and takes the answer with its descriptors."""
+    client.send({"op": "attach", "model": model, **fields})
+    return answer(client)
+
+
+def answer(client: Client) -> tuple[dict[str, Any], FdSet]:
+    """The next message that is no event."""
+    while True:
+        received = framing.receive(client.sock)
+        assert received is not None
+        message = framing.decode(received[0])
+        if "event" not in message:
+            return message, received[1]
+
+
+def bytes_of(fds: FdSet) -> bytes:
+    """What a client finds in the slabs of an attach, by the manifest that came with them."""
+    with fds:
+        manifest, *slabs = fds
+        head, _ = parse_manifest(manifest.fileno())
+        return b"".join(os.pread(slab.fileno(), entry.nbytes, 0) for slab, entry in zip(slabs, head.slabs, strict=True))
+
+
+def wait_until(worker: WorkerProcess, model: str, leases: int) -> None:
+    """Returns when the worker has that many leases on a model. A lease ends when the loop has seen its end."""
+    end = time.monotonic() + 10
+    while sum(len(item["leases"]) for item in worker.shards(model)) != leases:
+        assert time.monotonic() < end
+
+
+class TestAttach:
+    """What a client gets."""
+
+    def test_the_same_bytes_come_back(self, worker: WorkerProcess) -> None:
+        """A published shard is attached with the bytes that its publisher wrote; the reply names it and the lease."""
+        data = os.urandom(5000)
+        generation = worker.publish("same", data)
+        with worker.client() as client:
+            reply, fds = attach(client, "same")
+            assert bytes_of(fds) == data
+            assert reply["ok"]["model"] == "same"
+            assert reply["ok"]["generation"] == generation
+            (found,) = worker.shards("same")
+            assert found["leases"][0]["id"] == reply["ok"]["lease"]
+            assert found["leases"][0]["pid"] == os.getpid()
+            assert (found["nbytes"], found["state"]) == (5000, "cached")
+        wait_until(worker, "same", 0)
+
+    def test_many_clients_have_a_lease_each(self, worker: WorkerProcess) -> None:
+        """Leases end one by one, each with its own connection; one connection may hold several."""
+        worker.publish("many")
+        clients = [worker.client() for _ in range(5)]
+        for client in clients:
+            attach(client, "many")[1].close()
+        attach(clients[0], "many")[1].close()
+        wait_until(worker, "many", 6)
+        clients[0].close()
+        wait_until(worker, "many", 4)
+        for client in clients:
+            client.close()
+        wait_until(worker, "many", 0)
+
+    def test_an_absent_model_is_refused_with_what_there_is(self, worker: WorkerProcess) -> None:
+        """Without a wait the answer is at once `no-such-model`, with the names that the worker knows."""
+        worker.publish("present")
+        with worker.client() as client:
+            error = client.refused({"op": "attach", "model": "absent"})
+            assert error["code"] == "no-such-model"
+            assert "present" in error["fields"]["known"]
+            assert client.ask({"op": "status"})  # the connection goes on
+
+    def test_another_key_is_refused_with_both_values(self, worker: WorkerProcess) -> None:
+        """Each field that differs is listed; a key that matches is granted."""
+        worker.publish("keyed")
+        with worker.client() as client:
+            error = client.refused({"op": "attach", "model": "keyed", "key": {"dtype": "float32", "content": "c0ffee"}})
+            assert error["code"] == "key-mismatch"
+            assert error["fields"]["differences"] == {"dtype": ["float32", "uint8"]}
+            assert worker.shards("keyed")[0]["leases"] == []
+            reply, fds = attach(client, "keyed", key={"dtype": "uint8"})
+            fds.close()
+            assert "ok" in reply
+
+
+class TestWaiting:
+    """An attach that waits is answered by what happens first."""
+
+    def test_by_the_publish(self, worker: WorkerProcess) -> None:
+        """A client that waits gets the shard in the moment in which the service holds it, not before."""
+        with worker.client() as waiting, worker.client() as publisher:
+            waiting.send({"op": "attach", "model": "later", "wait": 30})
+            generation = publisher.ask({"op": "reserve", "model": "later", "nbytes": 4})["generation"]
+            with shard("later", generation, b"data") as fds:
+                publisher.send({"op": "publish"}, [fd.fileno() for fd in fds])
+            message, copies = worker.hear()
+            copies.close()
+            worker.status()  # the worker is alive and has had every occasion
+            assert not select.select([waiting.sock, publisher.sock], [], [], 0.05)[0]
+            worker.tell({"held": {"model": "later", "generation": generation}})
+            _, fds = answer(waiting)
+            assert bytes_of(fds) == b"data"
+            assert publisher.receive() == {"ok": message["hold"]}
+        wait_until(worker, "later", 0)
+
+    def test_by_the_publish_of_another_key(self, worker: WorkerProcess) -> None:
+        """What comes is not what the client asked for: it is told so, and others get theirs."""
+        with worker.client() as wrong, worker.client() as right:
+            wrong.send({"op": "attach", "model": "odd", "wait": 30, "key": {"dtype": "int4"}})
+            right.send({"op": "attach", "model": "odd", "wait": 30})
+            worker.publish("odd")
+            assert answer(wrong)[0]["error"]["code"] == "key-mismatch"
+            reply, fds = answer(right)
+            fds.close()
+            assert "ok" in reply
+
+    def test_by_its_deadline(self, worker: WorkerProcess) -> None:
+        """At the end of its own time a client gets `timed-out`, which says what the model is doing."""
+        worker.tell({"models": {"slow": {"state": "loading", "progress": 0.41, "reason": None}}})
+        with worker.client() as client:
+            started = time.monotonic()
+            reply, _ = attach(client, "slow", wait=0.2)
+            assert 0.2 <= time.monotonic() - started < 5
+            assert reply["error"]["code"] == "timed-out"
+            assert "slow is still loading on host-0 (41%)" in reply["error"]["message"]
+            assert client.ask({"op": "status"})
+
+    def test_by_the_failure_of_the_load(self, worker: WorkerProcess) -> None:
+        """A load that fails ends every wait for it, with the reason; who asks afterwards is told at once."""
+        with worker.client() as client, worker.client() as other, worker.client() as later:
+            client.send({"op": "attach", "model": "doomed", "wait": 30})
+            other.send({"op": "attach", "model": "another", "wait": 0.3})
+            worker.status()
+            worker.tell({"models": {"doomed": {"state": "failed", "progress": 0.5, "reason": "the disk is on fire"}}})
+            for asking in (client, later):
+                reply, _ = answer(client) if asking is client else attach(later, "doomed", wait=30)
+                assert reply["error"]["code"] == "model-failed"
+                assert reply["error"]["fields"]["reason"] == "the disk is on fire"
+            assert answer(other)[0]["error"]["code"] == "timed-out"
+
+    def test_progress_is_told(self, worker: WorkerProcess) -> None:
+        """While it waits a client gets the model's progress as events."""
+        with worker.client() as client:
+            client.send({"op": "attach", "model": "coming", "wait": 30})
+            worker.status()
+            worker.tell({"models": {"coming": {"state": "loading", "progress": 0.25, "reason": None}}})
+            event = client.receive()
+            assert event is not None and event["event"]["model"] == "coming"
+            assert event["event"]["progress"] == 0.25
+
+    def test_a_loading_model_says_so_without_a_wait(self, worker: WorkerProcess) -> None:
+        """Who does not wait gets `model-loading` with the progress, for a queued model as well."""
+        for state in ("loading", "queued"):
+            worker.tell({"models": {"busy": {"state": state, "progress": 0.5, "reason": None}}})
+            with worker.client() as client:
+                error = client.refused({"op": "attach", "model": "busy"})
+                assert (error["code"], error["fields"]["progress"]) == ("model-loading", 0.5)
+
+    def test_an_absent_configured_model_is_wanted(self, worker: WorkerProcess) -> None:
+        """The service hears of a client that waits for a model which it could load; not of one that does not wait."""
+        worker.tell({"models": {"lazy": {"state": "absent", "progress": 0.0, "reason": None}}})
+        with worker.client() as client:
+            assert client.refused({"op": "attach", "model": "lazy"})["code"] == "no-such-model"
+            client.send({"op": "attach", "model": "lazy", "wait": 30})
+            assert worker.heard() == {"wanted": {"model": "lazy"}}
+
+    def test_a_model_that_is_named_later_is_wanted_too(self, worker: WorkerProcess) -> None:
+        """A client that asks before the service has named its models does not wait in vain; the service hears of it
+        when the name comes, once."""
+        worker.tell({"models": {}})
+        with worker.client() as client:
+            client.send({"op": "attach", "model": "early", "wait": 30})
+            worker.status()
+            absent = {"early": {"state": "absent", "progress": 0.0, "reason": None}}
+            worker.tell({"models": absent})
+            assert worker.heard() == {"wanted": {"model": "early"}}
+            worker.tell({"models": absent})
+            worker.status()
+
+    def test_a_client_that_leaves_is_forgotten(self, worker: WorkerProcess) -> None:
+        """A waiting client that goes away leaves no lease behind when its model comes."""
+        with worker.client() as client:
+            client.send({"op": "attach", "model": "forgotten", "wait": 30})
+            worker.status()
+        worker.publish("forgotten")
+        assert worker.shards("forgotten")[0]["leases"] == []
+
+
+class TestPublish:
+    """All or nothing."""
+
+    def test_the_service_gets_every_descriptor(self, worker: WorkerProcess) -> None:
+        """A hold carries the manifest and the slabs: what a service keeps is enough to start from."""
+        with worker.client() as client:
+            generation = client.ask({"op": "reserve", "model": "kept", "nbytes": 4})["generation"]
+            with shard("kept", generation, b"data") as fds:
+                client.send({"op": "publish"}, [fd.fileno() for fd in fds])
+            what, copies = worker.hold()
+            assert what == {"model": "kept", "generation": generation, "nbytes": 4}
+            assert bytes_of(copies) == b"data"
+            assert client.receive() == {"ok": what}
+
+    def test_the_next_generation_replaces(self, worker: WorkerProcess) -> None:
+        """New clients get the new bytes, old ones keep theirs, and the old one drains with its last lease."""
+        first = worker.publish("twice", b"first")
+        with worker.client() as old, worker.client() as new:
+            kept = attach(old, "twice")[1]
+            second = worker.publish("twice", b"second")
+            assert worker.dropped() == ("twice", first)
+            assert bytes_of(kept) == b"first"
+            assert bytes_of(attach(new, "twice")[1]) == b"second"
+            assert [(item["generation"], item["state"]) for item in worker.shards("twice")] == [
+                (second, "cached"), (first, "draining"),
+            ]  # fmt: skip
+            old.close()
+            wait_until(worker, "twice", 1)
+            assert [item["generation"] for item in worker.shards("twice")] == [second]
+
+    def test_an_older_one_that_is_late_loses(self, worker: WorkerProcess) -> None:
+        """Of two publishers the one that reserved last stays; the other's copies are dropped, and nobody is told that
+        it is there."""
+        with worker.client() as slow, worker.client() as watcher:
+            watcher.ask({"op": "subscribe"})
+            older = slow.ask({"op": "reserve", "model": "race", "nbytes": 4})["generation"]
+            newer = worker.publish("race", b"new!")
+            with shard("race", older, b"old!") as fds:
+                slow.send({"op": "publish"}, [fd.fileno() for fd in fds])
+            worker.hold()[1].close()
+            assert worker.dropped() == ("race", older)
+            assert slow.receive() == {"ok": {"model": "race", "generation": older, "nbytes": 4}}
+            with worker.client() as client:
+                assert bytes_of(attach(client, "race")[1]) == b"new!"
+            assert [item["generation"] for item in worker.shards("race")] == [newer]
+            told = []
+            while "released" not in told:
+                event = watcher.receive()
+                assert event is not None
+                told.append(event["event"]["what"])
+            assert told == ["published", "released"]
+
+    def test_a_publisher_that_dies_before_it_is_held(self, worker: WorkerProcess) -> None:
+        """From its message on the publish does not need its publisher: the shard is there when the service holds it."""
+        with worker.client() as client:
+            generation = client.ask({"op": "reserve", "model": "orphan", "nbytes": 4})["generation"]
+            with shard("orphan", generation, b"data") as fds:
+                client.send({"op": "publish"}, [fd.fileno() for fd in fds])
+        worker.hear()[1].close()
+        status = worker.status()
+        assert [item["model"] for item in status["reservations"]] == ["orphan"]  # its room is still taken
+        worker.tell({"held": {"model": "orphan", "generation": generation}})
+        with worker.client() as client:
+            assert bytes_of(attach(client, "orphan")[1]) == b"data"
+        assert worker.status()["reservations"] == []
+
+    def test_a_publisher_that_dies_before_it_publishes(self, worker: WorkerProcess) -> None:
+        """A reservation ends with its connection."""
+        before = worker.status()["held"]
+        with worker.client() as client:
+            client.ask({"op": "reserve", "model": "nothing", "nbytes": 1000})
+            assert worker.status()["held"] == before + 1000
+        end = time.monotonic() + 10
+        while worker.status()["held"] != before:
+            assert time.monotonic() < end
+
+    def test_room_is_limited(self, worker: WorkerProcess) -> None:
+        """More than the limit is `device-full`, with what is needed and what is free; the rest may be reserved."""
+        held = worker.status()["held"]
+        with worker.client() as client, worker.client() as other:
+            error = client.refused({"op": "reserve", "model": "huge", "nbytes": LIMIT + 1})
+            assert error["code"] == "device-full"
+            assert (error["fields"]["needed"], error["fields"]["free"]) == (LIMIT + 1, LIMIT - held)
+            client.ask({"op": "reserve", "model": "huge", "nbytes": LIMIT - held})
+            assert other.refused({"op": "reserve", "model": "more", "nbytes": 1})["fields"]["free"] == 0
+
+
+def unsealed(slab: HostSlab) -> OwnedFd:
+    """The slab of a publisher that could still write."""
+    copy = slab._fd.dup()
+    slab.close()
+    return copy
+
+
+BAD: dict[str, tuple[dict[str, Any], Callable[[list[int]], list[int]] | None, str]] = {
+    "another device": ({"device": "host-1"}, None, "device is 'host-1'"),
+    "another model": ({"model": "other"}, None, "model is 'other'"),
+    "another generation": ({"generation": 99}, None, "generation is 99"),
+    "more bytes than reserved": ({"slabs": (SlabEntry(4), SlabEntry(1))}, None, "5 bytes published, 4 were reserved"),
+    "a size that is not the slab's": ({"nbytes": 3}, None, "slab 0 has 4 bytes, 3 listed"),
+    "an unsealed slab": ({"change_slab": unsealed}, None, "the slab 0 is not sealed"),
+    "no slab": ({}, lambda fds: fds[:1], "0 slabs sent, 1 listed"),
+    "a slab too many": ({}, lambda fds: [*fds, fds[1]], "2 slabs sent, 1 listed"),
+    "the slab in place of the manifest": ({}, lambda fds: fds[::-1], "no line end"),
+    "no descriptors": ({}, lambda fds: [], "carries no descriptors"),
+    "something else as the manifest": ({}, lambda fds: [0, *fds[1:]], "not a memfd"),
+    "a wrong count": ({"tensor_count": 2}, None, "1 tensors listed, 2 announced"),
+    "another schema": ({"schema": 2}, None, "schema 2"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_publish_changes_nothing(worker: WorkerProcess, name: str) -> None:
+    """Whatever is wrong with it: an error that says what, the previous generation stays attachable, the room is free
+    again, no descriptor is left, and the publisher may try again on the same connection."""
+    changes, order, problem = BAD[name]
+    model = "steady"
+    if not worker.shards(model):
+        worker.publish(model, b"good")
+    with worker.client() as client:
+        held = client.ask({"op": "status"})["held"]
+        before = worker.descriptors()
+        generation = client.ask({"op": "reserve", "model": model, "nbytes": 4})["generation"]
+        with shard(**{"model": model, "generation": generation, "data": b"bad!", **changes}) as fds:
+            numbers = [fd.fileno() for fd in fds]
+            error = client.refused({"op": "publish"}, order(numbers) if order else numbers)
+        assert error["code"] == "bad-manifest"
+        assert problem in error["fields"]["problem"]
+        assert client.ask({"op": "status"})["held"] == held
+        assert worker.descriptors() == before
+        assert client.ask({"op": "reserve", "model": model, "nbytes": 4})["generation"] == generation + 1
+    with worker.client() as client:
+        assert bytes_of(attach(client, model)[1]) == b"good"
+    wait_until(worker, model, 0)
+
+
+class TestEvict:
+    """Evicting by a client."""
+
+    def test_an_idle_model_goes(self, worker: WorkerProcess) -> None:
+        """The service is told to drop its copies, and the worker's own descriptors are closed."""
+        before = worker.descriptors()
+        generation = worker.publish("idle")
+        with worker.client() as client:
+            reply = client.ask({"op": "evict", "model": "idle"})
+            assert (reply["generation"], reply["draining"]) == (generation, [])
+            assert worker.dropped() == ("idle", generation)
+            assert client.refused({"op": "attach", "model": "idle"})["code"] == "no-such-model"
+            assert client.refused({"op": "evict", "model": "idle"})["code"] == "no-such-model"
+        assert worker.shards("idle") == []
+        assert worker.descriptors() <= before + 1  # the connection may not be gone yet
+
+    def test_a_model_in_use_stays_unless_forced(self, worker: WorkerProcess) -> None:
+        """Without force its holders are named; with force it drains, and they keep what they have."""
+        generation = worker.publish("used", b"data")
+        with worker.client() as holder, worker.client() as client:
+            fds = attach(holder, "used")[1]
+            error = client.refused({"op": "evict", "model": "used"})
+            assert error["code"] == "model-in-use"
+            assert f"pid {os.getpid()}" in error["fields"]["holders"][0]
+            reply = client.ask({"op": "evict", "model": "used", "force": True})
+            assert [lease["pid"] for lease in reply["draining"]] == [os.getpid()]
+            assert worker.dropped() == ("used", generation)
+            assert bytes_of(fds) == b"data"
+            assert worker.shards("used")[0]["state"] == "draining"
+        wait_until(worker, "used", 0)
+        assert worker.shards("used") == []
+
+    def test_the_device_must_be_this_one(self, worker: WorkerProcess) -> None:
+        """An evict that names another device is not done here."""
+        worker.publish("elsewhere")
+        with worker.client() as client:
+            error = client.refused({"op": "evict", "model": "elsewhere", "device": "host-1"})
+            assert error["code"] == "wrong-device"
+            assert worker.shards("elsewhere")
+            client.ask({"op": "evict", "model": "elsewhere", "device": "host-0"})
+            worker.dropped()
+
+
+def test_subscribers_hear_of_everything(worker: WorkerProcess) -> None:
+    """A subscription begins with the status; then every publish, release and eviction comes as an event."""
+    with worker.client() as watcher, worker.client() as client:
+        status = watcher.ask({"op": "subscribe"})
+        assert status["device"] == "host-0"
+        generation = worker.publish("seen")
+        attach(client, "seen")[1].close()
+        client.close()
+        with worker.client() as other:
+            wait_until(worker, "seen", 0)
+            other.ask({"op": "evict", "model": "seen"})
+        worker.dropped()
+        events = [watcher.receive() for _ in range(3)]
+        name = {"model": "seen", "generation": generation, "nbytes": 256}
+        assert events == [{"event": {"what": what, **name}} for what in ("published", "released", "evicted")]
+
+
+def test_a_connection_may_attach_reserve_and_publish(worker: WorkerProcess) -> None:
+    """An engine uses one connection for everything: its lease survives its own publish."""
+    worker.publish("both", b"first")
+    with worker.client() as client:
+        attach(client, "both")[1].close()
+        generation = client.ask({"op": "reserve", "model": "both-made", "nbytes": 4})["generation"]
+        with shard("both-made", generation, b"data") as fds:
+            client.send({"op": "publish"}, [fd.fileno() for fd in fds])
+        worker.hold()[1].close()
+        assert "ok" in (client.receive() or {})
+        assert len(worker.shards("both")[0]["leases"]) == 1
+        assert bytes_of(attach(client, "both-made")[1]) == b"data"

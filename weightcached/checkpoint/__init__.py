@@ -1,0 +1,1 @@
+"""What is on disk: safetensors files, read strictly, and the digest of their content."""

@@ -1,0 +1,267 @@
+"""The command ``weightcachectl``: what runs, what is cached where, who uses it; load, evict, wait, reload."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..errors import ModelFailed, NoSuchModel, ServiceNotRunning, TimedOut, WeightCacheError, from_wire
+from ..paths import control_path, control_paths, runtime_dir
+from ..text import printable
+from ..wire.connection import Connection
+from ..wire.messages import Evict, Load, Reload, Request, Status, Subscribe
+from .output import human_bytes, print_json, print_table
+
+EPILOG = """\
+exit codes:
+  0  done                      3  service not running
+  1  refused or failed         4  no such model or device
+  2  wrong usage               5  in use by a client
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command and returns its exit code. Results go to stdout, everything else to stderr."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except WeightCacheError as error:
+        print(f"weightcachectl: {printable(str(error))}", file=sys.stderr)
+        # A service's own exit codes (75, 78) mean nothing here: the command was refused.
+        return error.exit_code if error.exit_code < 64 else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="weightcachectl",
+        description="Control of the weight cache services of this user.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"weightcachectl {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, run: Any, text: str, *, model: str | None = None) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text.capitalize() + ".")
+        if model is not None:
+            sub.add_argument("model", metavar="NAME", nargs=model or None, help="a model's name in the config")
+        sub.add_argument(
+            "--instance", metavar="NAME", help="the service weightcached@NAME (default: all, or the only one)"
+        )
+        sub.add_argument("--json", action="store_true", help="print one JSON object, bytes as integers")
+        sub.set_defaults(run=run)
+        return sub
+
+    command("status", _status, "services, devices, models and who uses them")
+    command("list", _list, "the cached models, a line each")
+    command("load", _load, "load a configured model", model="")
+    evict = command("evict", _evict, "drop a model's cached weights", model="")
+    evict.add_argument("--device", metavar="UUID", help="on this device only")
+    evict.add_argument("--force", action="store_true", help="also if clients use it; memory returns when they end")
+    wait = command("wait", _wait, "wait until a model, or every model to preload, is served", model="?")
+    wait.add_argument("--timeout", type=float, metavar="S", help="seconds (default: no limit)")
+    command("reload", _reload, "read the config file again and load what is new or changed")
+    return parser
+
+
+def _status(args: argparse.Namespace) -> int:
+    services = _all_statuses(args)
+    if args.json:
+        print_json({"schema": 1, "services": services})
+        return 0
+    for service in services:
+        state = "ready" if service["ready"] else "starting"
+        name = f"weightcached@{service['instance']} {service['version']}"
+        print(f"{name}, pid {service['pid']}, {state}, {service['config']}")
+        for device in service["devices"]:
+            print(_device_line(device))
+        print_table(
+            ["MODEL", "DEVICE", "STATE", "SIZE", "GEN", "USED BY"],
+            _model_rows(service),
+            right=("SIZE", "GEN"),
+        )
+        for model in service["models"]:
+            if model["error"]:
+                print(f"{model['model']}: {from_wire(model['error'])}")
+    return 0
+
+
+def _device_line(device: dict[str, Any]) -> str:
+    if "error" in device:
+        return f"{device['device']}: worker does not answer: {device['error']}"
+    return (
+        f"{device['device']}: {human_bytes(device['held'])} of {human_bytes(device['limit'])} held, "
+        f"worker pid {device['pid']}, {device['worker_restarts']} restarts"
+    )
+
+
+def _model_rows(service: dict[str, Any]) -> list[list[str]]:
+    """One row per shard, then one per configured model that is not cached."""
+    rows = []
+    states = {model["model"]: model for model in service["models"]}
+    shown = set()
+    for device in service["devices"]:
+        for shard in device["shards"]:
+            model = states.get(shard["model"], {})
+            state = shard["state"]
+            if state == "cached" and model.get("state") == "loading":
+                state = f"cached, {_progress(model)}"
+            users = ", ".join(f"{lease['pid']} ({lease['command']})" for lease in shard["leases"])
+            rows.append(
+                [
+                    shard["model"],
+                    device["device"],
+                    state,
+                    human_bytes(shard["nbytes"]),
+                    str(shard["generation"]),
+                    users or "-",
+                ]
+            )
+            shown.add(shard["model"])
+    for name, model in states.items():
+        if name not in shown:
+            state = _progress(model) if model["state"] == "loading" else model["state"]
+            rows.append([name, model["device"], state, "-", "-", "-"])
+    return rows
+
+
+def _progress(model: dict[str, Any]) -> str:
+    total = model["bytes_to_read"]
+    return f"loading {100 * model['bytes_done'] // total} %" if total else "loading"
+
+
+def _list(args: argparse.Namespace) -> int:
+    shards = [
+        {"instance": service["instance"], "device": device["device"], **shard}
+        for service in _all_statuses(args)
+        for device in service["devices"]
+        for shard in device["shards"]
+    ]
+    if args.json:
+        print_json({"schema": 1, "shards": shards})
+    else:
+        columns = ["MODEL", "DEVICE", "SIZE", "TENSORS", "DTYPE", "CONTENT"]
+        rows = [
+            [
+                shard["model"],
+                shard["device"],
+                human_bytes(shard["nbytes"]),
+                str(shard["tensors"]),
+                shard["key"]["dtype"] or "-",
+                shard["key"]["content"],
+            ]
+            for shard in shards
+        ]
+        print_table(columns, rows, right=("SIZE", "TENSORS"))
+    return 0
+
+
+def _load(args: argparse.Namespace) -> int:
+    answer = _ask(args, Load(model=args.model))
+    if args.json:
+        print_json({"schema": 1, **answer})
+    elif answer["state"] == "cached":
+        print(f"{args.model} is cached on {answer['device']} already")
+    else:
+        print(f"{args.model} is {answer['state']} on {answer['device']}; follow it: weightcachectl wait {args.model}")
+    return 0
+
+
+def _evict(args: argparse.Namespace) -> int:
+    answer = _ask(args, Evict(model=args.model, device=args.device, force=args.force), timeout=60.0)
+    if args.json:
+        print_json({"schema": 1, **answer})
+        return 0
+    for item in answer["evicted"]:
+        print(f"evicted {item['model']} from {item['device']}: {human_bytes(item['nbytes'])}")
+        if item["draining"]:
+            holders = ", ".join(f"{lease['pid']} ({lease['command']})" for lease in item["draining"])
+            print(f"its memory returns when its holders end: {holders}")
+    return 0
+
+
+def _wait(args: argparse.Namespace) -> int:
+    end = None if args.timeout is None else time.monotonic() + args.timeout
+    with _connect(args) as service:
+        status, fds = service.request(Subscribe())
+        fds.close()
+        states = {model["model"]: model for model in status["models"]}
+        wanted = [args.model] if args.model else [name for name, model in states.items() if model["preload"]]
+        for name in wanted:
+            if name not in states:
+                raise NoSuchModel(model=name, device=f"weightcached@{status['instance']}", known=sorted(states))
+        while missing := [name for name in wanted if not _is_there(states[name])]:
+            try:
+                event = service.next_event(None if end is None else end - time.monotonic())
+            except TimedOut:
+                what = ", ".join(f"{name} ({states[name]['state']})" for name in missing)
+                raise TimedOut(path=str(service.path), seconds=args.timeout, waited_for=what) from None
+            if event.get("what") == "model":
+                states[event["model"]] = event
+    if args.json:
+        print_json({"schema": 1, "models": [states[name] for name in wanted]})
+    return 0
+
+
+def _is_there(model: dict[str, Any]) -> bool:
+    if model["error"] is not None:
+        raise ModelFailed(model=model["model"], device=model["device"], reason=str(from_wire(model["error"])))
+    return bool(model["state"] == "cached")
+
+
+def _reload(args: argparse.Namespace) -> int:
+    answer = _ask(args, Reload(), timeout=60.0)
+    if args.json:
+        print_json({"schema": 1, **answer})
+        return 0
+    print(f"loading: {', '.join(answer['loading']) or 'nothing'}")
+    if answer["forgotten"]:
+        print(f"no longer configured, still cached: {', '.join(answer['forgotten'])}; evict what is not needed")
+    if answer["restart"]:
+        print(f"changed, takes effect at the next restart: {', '.join(answer['restart'])}")
+    return 0
+
+
+def _all_statuses(args: argparse.Namespace) -> list[dict[str, Any]]:
+    statuses = []
+    for path in _paths(args):
+        with Connection.open(path, client="weightcachectl") as service:
+            status, fds = service.request(Status(), timeout=30.0)
+            fds.close()
+            statuses.append(status)
+    return statuses
+
+
+def _ask(args: argparse.Namespace, request: Request, timeout: float = 10.0) -> dict[str, Any]:
+    with _connect(args) as service:
+        answer, fds = service.request(request, timeout=timeout)
+        fds.close()
+        return answer
+
+
+def _connect(args: argparse.Namespace) -> Connection:
+    paths = _paths(args)
+    if len(paths) > 1:
+        names = ", ".join(path.name.removesuffix(".control.sock") for path in paths)
+        raise WeightCacheError(problem=f"several services run here; choose one with --instance: {names}")
+    return Connection.open(paths[0], client="weightcachectl")
+
+
+def _paths(args: argparse.Namespace) -> list[Path]:
+    """The control sockets to ask. `ServiceNotRunning` when there is none."""
+    if args.instance:
+        return [control_path(args.instance)]
+    paths = control_paths()
+    if not paths:
+        raise ServiceNotRunning(path=str(runtime_dir()))
+    return paths
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""How the commands print: tables for people, JSON for programs. Results go to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Collection, Iterable, Sequence
+
+from ..text import printable
+
+_KIB = 1024
+
+
+def human_bytes(nbytes: int) -> str:
+    """Bytes for people: "14.9 GiB", "86.7 MiB", "1.5 KiB", "12 B"."""
+    if nbytes < _KIB:
+        return f"{nbytes} B"
+    for power, unit in ((1, "KiB"), (2, "MiB")):
+        value = round(nbytes / _KIB**power, 1)
+        if value < _KIB:  # after rounding, or 1 byte less than a GiB would be "1024.0 MiB"
+            return f"{value:.1f} {unit}"
+    return f"{nbytes / _KIB**3:.1f} GiB"
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Collection[str] = ()) -> None:
+    """Prints a table to stdout; columns named in `right` are aligned right.
+
+    On a terminal by rich: coloured, unless $NO_COLOR is set (no-color.org) or $TERM is dumb, and long cells wrap. Into
+    a pipe every row is one line, no cell is cut, and rich, which takes longer to import than `status` takes, is not.
+    """
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
+    emit(_rich_table(columns, cells, right) if sys.stdout.isatty() else _plain_table(columns, cells, right))
+
+
+def _plain_table(columns: Sequence[str], rows: list[list[str]], right: Collection[str]) -> str:
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    lines = []
+    for row in (columns, *rows):
+        fields = zip(columns, row, widths, strict=True)
+        aligned = [cell.rjust(width) if name in right else cell.ljust(width) for name, cell, width in fields]
+        lines.append("  ".join(aligned).rstrip())
+    return "\n".join(lines)
+
+
+def _rich_table(columns: Sequence[str], rows: list[list[str]], right: Collection[str]) -> str:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(force_terminal=True, color_system="standard" if _use_colour() else None)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))  # Text, not str: rich would read brackets in a str as markup
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip("\n")
+
+
+def print_json(obj: object) -> None:
+    """Prints one JSON document to stdout; non-ASCII as escapes, so that it is valid in any locale."""
+    emit(json.dumps(obj, indent=2))
+
+
+def emit(text: str) -> None:
+    """Writes `text` and a line end to stdout, what its encoding lacks as escapes.
+
+    Where nobody reads any more (`| head`), the process ends quietly with 1.
+    """
+    encoding = sys.stdout.encoding
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at exit and would complain there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+
+
+def _use_colour() -> bool:
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

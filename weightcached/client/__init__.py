@@ -1,0 +1,1 @@
+"""Attaching to cached weights: connect, map, tensors over the mapped memory."""

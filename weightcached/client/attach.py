@@ -1,0 +1,268 @@
+"""`attach`: from a model's name to its tensors, mapped from what the device's worker holds."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..errors import ConnectionLost, ManifestError, ServiceNotRunning, TimedOut, WrongDevice
+from ..fds import FdSet
+from ..shard.key import ShardKey
+from ..shard.manifest import (
+    ManifestHead,
+    TensorEntry,
+    TensorTable,
+    check_table,
+    parse_head,
+    parse_table,
+    read_documents,
+)
+from ..wire.connection import Connection
+from ..wire.messages import Attach
+from .mapping import Lease, copy_slabs, map_slabs
+from .target import Target, import_torch, resolve, worker_socket
+from .tensors import SlabViews
+
+if TYPE_CHECKING:
+    import torch
+
+Mode = Literal["zero_copy", "copy"]
+Document = bytes | memoryview
+OnMiss = Literal["fail", "wait"]
+
+_ANSWER_SECONDS = 5.0  # beyond the wait that the worker itself was asked for
+_RETRY_SECONDS = 0.1  # a bound socket that does not listen yet gives no event when it does
+
+
+def attach(
+    model: str | None = None,
+    *,
+    checkpoint: str | os.PathLike[str] | None = None,
+    device: str | torch.device | None = None,
+    mode: Mode = "zero_copy",
+    on_miss: OnMiss = "fail",
+    timeout: float = 30.0,
+    dtype: str | torch.dtype | None = None,
+    key: dict[str, Any] | None = None,
+) -> Weights:
+    """The cached weights of `model`, or of whichever cached model holds the bytes of `checkpoint`.
+
+    Args:
+        model: the name in the service's config.
+        checkpoint: a folder with ``*.safetensors`` or one such file. It is the same when every file's device, inode,
+            size and times are what the loader saw; else, at equal sizes, its whole content is digested and compared.
+        device: "host-0", "cpu" (host-0), "GPU-<uuid>", "MIG-<uuid>", "cuda:1" or a torch.device; None is torch's
+            current CUDA device.
+        mode: "zero_copy" maps the cached memory: read-only on a GPU, copy-on-write on the host. "copy" gives private
+            writable tensors and lets go of the cached memory at once.
+        on_miss: "fail" raises `NoSuchModel`, `ModelLoading`, `ModelFailed` or `ServiceNotRunning` at once; "wait" waits
+            for the service and for the model.
+        timeout: seconds for everything, connecting and waiting included, a digest excepted.
+        dtype: the element type the model must have, such as torch.bfloat16 or "bfloat16".
+        key: fields of `ShardKey` that must match; `KeyMismatch` lists those that do not.
+
+    Raises every error above, `TimedOut`, `NoSuchDevice`, `WrongDevice`, `ManifestError`, and `MissingDependency`
+    without torch. The tensors must not be used in a forked child: CUDA forbids it, and a lease belongs to one process;
+    start children with the "spawn" method and attach there.
+    """
+    if model is None and checkpoint is None:
+        raise TypeError("attach needs a model's name or a checkpoint")
+    _require_one_of("mode", mode, ("zero_copy", "copy"))
+    _require_one_of("on_miss", on_miss, ("fail", "wait"))
+    import_torch("attach")
+    wanted = dict(key or {})
+    if dtype is not None:
+        wanted["dtype"] = str(dtype).removeprefix("torch.")
+    target = resolve(device)
+    request = _Request(model, None if checkpoint is None else Path(checkpoint), wanted, target, mode)
+    end = time.monotonic() + timeout
+    return _attach_waiting(request, end, timeout) if on_miss == "wait" else _attach_now(request, end, wait=False)
+
+
+class Weights(Mapping[str, "torch.Tensor"]):
+    """Cached weights by name, in the manifest's order, tied names after it. Each tensor is made when first asked for.
+
+    Mapping and lease end when this object and every tensor made from it are gone. `close` gives up this object's part
+    early: tensors already made stay valid. Also a context manager.
+    """
+
+    def __init__(self, head: ManifestHead, table: Document, slabs: list[torch.Tensor], lease: Lease | None) -> None:
+        """`slabs` as `map_slabs` gives them; `table` is the manifest's second document. `attach` is the way in."""
+        self._head = head
+        self._document: Document | None = table
+        self._table: TensorTable | None = None
+        self._entries: dict[str, TensorEntry] = {}
+        self._slabs: SlabViews | None = SlabViews(slabs)
+        self._lease = lease
+        self._made: dict[str, torch.Tensor] = {}
+
+    @property
+    def manifest(self) -> ManifestHead:
+        return self._head
+
+    @property
+    def table(self) -> TensorTable:
+        """Every tensor's place and shape; parsed and checked at the first use. `ManifestError` if it is wrong."""
+        if self._table is None:
+            if self._document is None:
+                raise self._is_closed()
+            table = parse_table(self._document)
+            check_table(self._head, table)
+            self._entries = {entry.name: entry for entry in table.tensors}
+            self._table, self._document = table, None
+        return self._table
+
+    @property
+    def key(self) -> ShardKey:
+        return self._head.key
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slabs, padding included."""
+        return self._head.nbytes
+
+    @property
+    def device(self) -> str:
+        """The device's name, as in "GPU-<uuid>" or "host-0"."""
+        return self._head.device
+
+    @property
+    def generation(self) -> int:
+        return self._head.generation
+
+    @property
+    def closed(self) -> bool:
+        return self._slabs is None
+
+    def close(self) -> None:
+        """Gives up memory and lease as far as no tensor still uses them. Idempotent."""
+        self._slabs = None
+        self._document = None
+        self._lease = None
+        self._made.clear()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        made = self._made.get(name)
+        if made is not None:
+            return made
+        table = self.table
+        if name in table.aliases:
+            return self[table.aliases[name]]
+        entry = self._entries[name]
+        if self._slabs is None:
+            raise self._is_closed()
+        return self._made.setdefault(name, self._slabs.view(entry))
+
+    def _is_closed(self) -> ValueError:
+        return ValueError(f"the weights of {self._head.model} are closed")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.table.aliases or name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        yield from (entry.name for entry in self.table.tensors)
+        yield from self.table.aliases
+
+    def __len__(self) -> int:
+        return len(self.table.tensors) + len(self.table.aliases)
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        head = self._head
+        state = ", closed" if self.closed else ""
+        return (
+            f"<Weights of {head.model}, generation {head.generation}, on {head.device}: "
+            f"{head.tensor_count} tensors, {head.nbytes} bytes{state}>"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What one call of `attach` asks for, whichever attempt serves it."""
+
+    model: str | None
+    checkpoint: Path | None
+    key: dict[str, Any]
+    target: Target
+    mode: Mode
+
+
+def _attach_waiting(request: _Request, end: float, timeout: float) -> Weights:
+    """Tries until `end` (monotonic seconds): a service that is not there may come, one that goes may come back."""
+    from .waiting import PathWatch
+
+    path: Path | None = None
+    while True:
+        # The watch is made before the attempt, so that nothing that happens in between is missed.
+        with ExitStack() as stack:
+            watch = None if path is None else stack.enter_context(PathWatch(path))
+            try:
+                return _attach_now(request, end, wait=True)
+            except (ServiceNotRunning, ConnectionLost) as error:
+                missing = Path(error.path)
+            left = end - time.monotonic()
+            if left <= 0:
+                raise TimedOut(path=str(missing), seconds=timeout, waited_for="the service")
+            if watch is not None and missing == path:
+                watch.wait(min(left, _RETRY_SECONDS) if missing.exists() else left)
+            path = missing
+
+
+def _attach_now(request: _Request, end: float, *, wait: bool) -> Weights:
+    """One attempt. With `wait` the worker may take until `end` to answer."""
+    target, model, key = request.target, request.model, request.key
+    socket = worker_socket(target.name)
+    if request.checkpoint is not None:
+        from .identity import Wanted, find_checkpoint
+
+        wanted = Wanted(request.checkpoint, model, key)
+        found = find_checkpoint(wanted, socket, target.name, end, wait=wait)
+        model, key, end = found.model, {**key, "content": found.content}, end + found.digesting
+    assert model is not None
+    with ExitStack() as undo:
+        connection = Connection.open(socket, device=target.name, timeout=_left(end))
+        undo.callback(connection.close)
+        left = _left(end)
+        message = Attach(model=model, key=key, wait=left if wait else 0.0)
+        _, fds = connection.request(message, timeout=left + (_ANSWER_SECONDS if wait else 0.0))
+        with fds:
+            head, table, mapped, lease = _map(fds, connection, target)
+            undo.pop_all()  # the connection is the lease's now
+    if request.mode == "copy":
+        return Weights(head, table, copy_slabs(mapped), None)
+    return Weights(head, table, mapped, lease)
+
+
+def _map(
+    fds: FdSet, connection: Connection, target: Target
+) -> tuple[ManifestHead, Document, list[torch.Tensor], Lease]:
+    """Head, table, mapped slabs and the lease from a reply's descriptors, which stay the caller's."""
+    if not len(fds):
+        raise ManifestError(problem="the reply carries no manifest")
+    manifest, *slabs = fds
+    head_json, table = read_documents(manifest.fileno())
+    head = parse_head(head_json)
+    if head.device != target.name:
+        raise WrongDevice(wanted=target.name, found=head.device)
+    lease = Lease(connection)
+    return head, table, map_slabs(head, slabs, lease, target), lease
+
+
+def _left(end: float) -> float:
+    """Seconds until `end`; never 0, which sockets take for "do not block"."""
+    return max(end - time.monotonic(), 0.001)
+
+
+def _require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}; it must be one of {', '.join(allowed)}")

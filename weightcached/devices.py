@@ -1,0 +1,162 @@
+"""Which devices exist, how much memory they have, and how a CUDA ordinal becomes a name.
+
+A device is named ``GPU-<uuid>`` or ``MIG-<uuid>`` as NVML prints it, or ``host-<n>``, one per NUMA node. An ordinal is
+never identity: under CUDA_VISIBLE_DEVICES NVML's index and CUDA's differ.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import DeviceError, NoSuchDevice
+
+_NODES = Path("/sys/devices/system/node")
+_NAME = re.compile(r"(GPU|MIG)-[0-9A-Za-z-]+|host-[0-9]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of a device: all it has, and what nobody uses now."""
+
+    total: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device. `persistence` is NVML's persistence mode, None where there is none to read."""
+
+    name: str
+    model: str
+    memory: Memory
+    persistence: bool | None = None
+
+
+def is_device_name(name: str) -> bool:
+    """Whether `name` has the form of a device's name; such a name is always fit to be a file name."""
+    return _NAME.fullmatch(name) is not None
+
+
+def is_host(name: str) -> bool:
+    return name.startswith("host-")
+
+
+def host_devices() -> list[Device]:
+    """One device per NUMA node, with the memory that /proc/meminfo or the node's own meminfo reports."""
+    return [Device(f"host-{node}", "host memory", host_memory(node)) for node in _numa_nodes()]
+
+
+def gpu_devices() -> list[Device]:
+    """Every GPU and MIG instance that NVML lists; none without a driver. `DeviceError` if NVML is there but fails."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
+        return []
+    except pynvml.NVMLError as error:
+        raise DeviceError(device="NVML", problem=f"cannot be started: {error}") from error
+    try:
+        found = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
+            instances = _mig_instances(gpu)
+            found += [_describe(handle) for handle in (instances or [gpu])]
+        return found
+    except pynvml.NVMLError as error:
+        raise DeviceError(device="NVML", problem=f"cannot list devices: {error}") from error
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def all_devices() -> list[Device]:
+    return gpu_devices() + host_devices()
+
+
+def default_devices() -> list[Device]:
+    """What ``devices = "all"`` means: every GPU; on a host without one, its first NUMA node."""
+    return gpu_devices() or host_devices()[:1]
+
+
+def find_devices(names: list[str]) -> list[Device]:
+    """The named devices in order. `NoSuchDevice` names the first that is not here and what is."""
+    known = {device.name: device for device in (host_devices() if all(map(is_host, names)) else all_devices())}
+    for name in names:
+        if name not in known:
+            raise NoSuchDevice(device=name, known=[device.name for device in all_devices()])
+    return [known[name] for name in names]
+
+
+def device_memory(name: str) -> Memory:
+    """Total and free bytes now. Costs an NVML call for a GPU; makes no CUDA context."""
+    if is_host(name):
+        return host_memory(int(name.removeprefix("host-")))
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        try:
+            info = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(name))
+            return Memory(total=int(info.total), free=int(info.free))
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        raise DeviceError(device=name, problem=f"NVML cannot read its memory: {error}") from error
+
+
+def host_memory(node: int) -> Memory:
+    """Bytes of one NUMA node; with a single node, MemAvailable counts as free, since page cache gives way."""
+    nodes = _numa_nodes()
+    if len(nodes) == 1:
+        info = _meminfo(Path("/proc/meminfo"))
+        return Memory(total=info["MemTotal"], free=info["MemAvailable"])
+    if node not in nodes:
+        raise NoSuchDevice(device=f"host-{node}", known=[f"host-{known}" for known in nodes])
+    info = _meminfo(_NODES / f"node{node}" / "meminfo")
+    return Memory(total=info["MemTotal"], free=info["MemFree"] + info.get("FilePages", 0) - info.get("Shmem", 0))
+
+
+def _numa_nodes() -> list[int]:
+    return sorted(int(path.name.removeprefix("node")) for path in _NODES.glob("node[0-9]*")) or [0]
+
+
+def _meminfo(path: Path) -> dict[str, int]:
+    """Field -> bytes; the node files put "Node N" before each field (proc(5), sysfs-devices-node)."""
+    pairs = re.findall(r"^(?:Node \d+ )?(\w+):\s+(\d+) kB", path.read_text(), re.MULTILINE)
+    return {field: int(kilobytes) * 1024 for field, kilobytes in pairs}
+
+
+def _mig_instances(gpu: object) -> list[object]:
+    import pynvml
+
+    try:
+        current, _ = pynvml.nvmlDeviceGetMigMode(gpu)
+    except pynvml.NVMLError_NotSupported:
+        return []
+    if current != pynvml.NVML_DEVICE_MIG_ENABLE:
+        return []
+    instances = []
+    for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
+        try:
+            instances.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index))
+        except pynvml.NVMLError_NotFound:  # slots without an instance
+            continue
+    return instances
+
+
+def _describe(handle: object) -> Device:
+    import pynvml
+
+    info = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    try:
+        persistence = pynvml.nvmlDeviceGetPersistenceMode(handle) == pynvml.NVML_FEATURE_ENABLED
+    except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_InvalidArgument):  # MIG instances have none of their own
+        persistence = None
+    return Device(
+        name=str(pynvml.nvmlDeviceGetUUID(handle)),
+        model=str(pynvml.nvmlDeviceGetName(handle)),
+        memory=Memory(total=int(info.total), free=int(info.free)),
+        persistence=persistence,
+    )

@@ -1,0 +1,1 @@
+"""Adapters that put attached weights into the models of an engine."""

@@ -1,0 +1,308 @@
+"""Every error that weightcached raises or sends over a socket: one tree.
+
+    WeightCacheError
+    ├── ConfigError               the config file, its keys or values
+    ├── CheckpointError           files on disk that are not loadable weights
+    │   └── CheckpointChanged     a file that changed while it was read
+    ├── RuntimeDirectoryError     the runtime directory or a socket path in it
+    ├── LockHeld                  another service serves the device
+    ├── DeviceError               the device, its driver or its memory
+    │   ├── NoSuchDevice
+    │   ├── WrongDevice           memory or a peer that belongs to another device
+    │   └── DeviceFull            more bytes than the device has
+    ├── ConnectionFailed          the other side of a socket
+    │   ├── ServiceNotRunning
+    │   ├── ConnectionLost
+    │   └── TimedOut
+    ├── ProtocolError             a message that breaks the protocol
+    │   ├── PeerRefused           a peer of another user
+    │   └── VersionMismatch
+    ├── ModelError                what was asked of a model
+    │   ├── NoSuchModel
+    │   ├── ModelLoading
+    │   ├── ModelFailed           its last load failed
+    │   ├── KeyMismatch           cached, but not what was asked for
+    │   ├── ModelInUse
+    │   └── LoadFailed            raised by the loader, carries the reason
+    ├── LoadCancelled             a load that was told to stop
+    ├── ManifestError             a manifest that does not fit its slabs
+    ├── EngineError               an engine adapter that cannot take the weights
+    └── MissingDependency         an optional package that is not installed
+
+Each class holds its wire code, its exit code and its sentence in one place. The sentence is a format string over the
+error's fields; fields are attributes too (``error.needed``). An error crosses a socket as code and fields, and is the
+same class with the same sentence on the other side.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar
+
+
+class WeightCacheError(Exception):
+    """The root. ``problem`` is a whole sentence when no subclass fits better."""
+
+    code: ClassVar[str] = "error"
+    exit_code: ClassVar[int] = 1
+    sentence: ClassVar[str] = "{problem}"
+
+    def __init__(self, /, **fields: Any) -> None:
+        super().__init__()
+        self.fields = fields
+
+    def __str__(self) -> str:
+        try:
+            return self.sentence.format_map(_Readable(self.fields))
+        except (KeyError, ValueError, TypeError) as problem:
+            # A peer of another version may send fewer or other fields than this version's sentence is made of.
+            return f"{self.code}: {self.fields} ({type(problem).__name__}: {problem})"
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["fields"][name]
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__} has no field {name!r}") from None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.fields))
+
+
+class ConfigError(WeightCacheError):
+    """Fields: file (path or None), problem."""
+
+    code = "bad-config"
+    exit_code = 78  # EX_CONFIG of sysexits.h: the unit is not restarted on it
+    sentence = "{file}: {problem}"
+
+
+class CheckpointError(WeightCacheError):
+    """Fields: file (path), problem (the rule with what was expected and found)."""
+
+    code = "bad-checkpoint"
+    sentence = "{file}: {problem}"
+
+
+class CheckpointChanged(CheckpointError):
+    """Fields: file, problem. The load that raises it has published nothing."""
+
+    code = "checkpoint-changed"
+
+
+class RuntimeDirectoryError(WeightCacheError):
+    """Fields: path, problem."""
+
+    code = "bad-runtime-directory"
+    sentence = "{path}: {problem}"
+
+
+class LockHeld(WeightCacheError):
+    """Fields: device, instance, pid."""
+
+    code = "lock-held"
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h
+    sentence = (
+        "{device} is served by weightcached@{instance}, pid {pid}; stop that service or start this one with --take-over"
+    )
+
+
+class DeviceError(WeightCacheError):
+    """Fields: device, problem."""
+
+    code = "device-error"
+    sentence = "{device}: {problem}"
+
+
+class NoSuchDevice(DeviceError):
+    """Fields: device, known (list of device names)."""
+
+    code = "no-such-device"
+    exit_code = 4
+    sentence = "no device {device}; devices here: {known}"
+
+
+class WrongDevice(DeviceError):
+    """Fields: wanted, found (device names or UUIDs)."""
+
+    code = "wrong-device"
+    exit_code = 4
+    sentence = "wrong device: wanted {wanted}, found {found}"
+
+
+class DeviceFull(DeviceError):
+    """Fields: device, needed, free, limit (bytes), holders ("name bytes" strings)."""
+
+    code = "device-full"
+    sentence = (
+        "{device} has no room: needed {needed} bytes, free {free} bytes of a limit of {limit}; held by: {holders}; "
+        "evict a model or raise memory_limit"
+    )
+
+
+class ConnectionFailed(WeightCacheError):
+    """Fields: path (socket path), problem."""
+
+    code = "connection-failed"
+    sentence = "{path}: {problem}"
+
+
+class ServiceNotRunning(ConnectionFailed):
+    """Fields: path."""
+
+    code = "service-not-running"
+    exit_code = 3
+    sentence = "no service answers at {path}; start it: systemctl --user start weightcached@INSTANCE"
+
+
+class ConnectionLost(ConnectionFailed):
+    """Fields: path, problem."""
+
+    code = "connection-lost"
+
+
+class TimedOut(ConnectionFailed):
+    """Fields: path, seconds, waited_for."""
+
+    code = "timed-out"
+    sentence = "{path}: waited {seconds} s for {waited_for}"
+
+
+class ProtocolError(WeightCacheError):
+    """Fields: problem."""
+
+    code = "protocol-error"
+    sentence = "protocol: {problem}"
+
+
+class PeerRefused(ProtocolError):
+    """Fields: uid, allowed (list of uids)."""
+
+    code = "peer-refused"
+    sentence = "peer of uid {uid} refused; allowed: {allowed}"
+
+
+class VersionMismatch(ProtocolError):
+    """Fields: ours, theirs ("protocol N of weightcached X")."""
+
+    code = "version-mismatch"
+    sentence = "protocol versions differ: {ours} here, {theirs} there; upgrade the older side"
+
+
+class ModelError(WeightCacheError):
+    """Fields: model, problem."""
+
+    code = "model-error"
+    sentence = "{model}: {problem}"
+
+
+class NoSuchModel(ModelError):
+    """Fields: model, device, known (names)."""
+
+    code = "no-such-model"
+    exit_code = 4
+    sentence = "no model {model} on {device}; there: {known}"
+
+
+class ModelLoading(ModelError):
+    """Fields: model, device, progress (0..1)."""
+
+    code = "model-loading"
+    sentence = (
+        "{model} is still loading on {device} ({progress:.0%}); wait with on_miss='wait' or `weightcachectl wait`"
+    )
+
+
+class ModelFailed(ModelError):
+    """Fields: model, device, reason."""
+
+    code = "model-failed"
+    sentence = "{model} is not on {device}, its load failed: {reason}"
+
+
+class KeyMismatch(ModelError):
+    """Fields: model, differences (field -> [wanted, cached])."""
+
+    code = "key-mismatch"
+    sentence = "{model} is cached, but not as asked for: {differences} (wanted, cached)"
+
+
+class ModelInUse(ModelError):
+    """Fields: model, device, holders (strings "pid 42 (python), 90000000 bytes")."""
+
+    code = "model-in-use"
+    exit_code = 5
+    sentence = "{model} on {device} is in use by {holders}; end them or use --force"
+
+
+class LoadFailed(ModelError):
+    """Fields: model, device, reason."""
+
+    code = "load-failed"
+    sentence = "loading {model} to {device} failed: {reason}"
+
+
+class LoadCancelled(WeightCacheError):
+    """Fields: done, total (bytes)."""
+
+    code = "load-cancelled"
+    sentence = "the load was cancelled after {done} of {total} bytes"
+
+
+class ManifestError(WeightCacheError):
+    """Fields: problem."""
+
+    code = "bad-manifest"
+    sentence = "manifest refused: {problem}"
+
+
+class EngineError(WeightCacheError):
+    """Fields: problem."""
+
+    code = "engine-error"
+
+
+class MissingDependency(WeightCacheError):
+    """Fields: package, extra, what."""
+
+    code = "missing-dependency"
+    sentence = "{what} needs {package}: pip install 'weightcached[{extra}]'"
+
+
+class _Readable(dict[str, Any]):
+    """Fields as a person reads them: lists joined, nothing as "none"."""
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        if isinstance(value, dict):
+            return ", ".join(f"{k} {v}" for k, v in value.items()) or "none"
+        if isinstance(value, list | tuple | set):
+            return ", ".join(str(item) for item in value) or "none"
+        return "none" if value is None else value
+
+
+def _subclasses(cls: type[WeightCacheError]) -> list[type[WeightCacheError]]:
+    return [cls, *(below for child in cls.__subclasses__() for below in _subclasses(child))]
+
+
+BY_CODE: dict[str, type[WeightCacheError]] = {cls.code: cls for cls in _subclasses(WeightCacheError)}
+
+
+def _rebuild(cls: type[WeightCacheError], fields: dict[str, Any]) -> WeightCacheError:
+    return cls(**fields)
+
+
+def to_wire(error: WeightCacheError) -> dict[str, Any]:
+    """The error as a JSON object: code, fields, and the sentence for a peer that does not know the code.
+
+    A field that JSON does not have, such as a path, becomes its text: an error reply must not fail itself.
+    """
+    return {"code": error.code, "fields": json.loads(json.dumps(error.fields, default=str)), "message": str(error)}
+
+
+def from_wire(data: dict[str, Any]) -> WeightCacheError:
+    """The error that a peer sent. An unknown code becomes the root class with the peer's sentence."""
+    cls = BY_CODE.get(str(data.get("code")))
+    fields = data.get("fields")
+    if cls is None or not isinstance(fields, dict):
+        return WeightCacheError(problem=str(data.get("message", "an error without a message")))
+    return cls(**fields)

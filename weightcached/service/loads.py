@@ -1,0 +1,190 @@
+"""The queue of loads and the loader process of the one in progress.
+
+One load at a time bounds host memory and gives the disk to one reader. A loader that makes no progress for
+STALL_SECONDS is ended: a disk that hangs must not hold up the models behind it for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import ConnectionFailed, LoadFailed, ProtocolError, WeightCacheError, from_wire
+from ..fds import FdSet
+from ..paths import socket_path
+from ..wire.framing import decode
+from ..wire.stream import Stream
+from .models import Model
+from .workers import describe_exit, spawn_role
+
+STALL_SECONDS = 600.0
+TRIES = 3  # of one load whose worker died under it; its own errors are final
+_log = logging.getLogger(__name__)
+
+
+class Loads:
+    """Loads queued models one after the other. `changed(model)` is called at each change of a model's state."""
+
+    def __init__(self, changed: Callable[[Model], None]) -> None:
+        self._changed = changed
+        self._queue: collections.deque[Model] = collections.deque()
+        self._current: LoaderProcess | None = None
+        self._wake = asyncio.Event()
+
+    @property
+    def idle(self) -> bool:
+        return self._current is None and not self._queue
+
+    def add(self, model: Model) -> None:
+        """Queues a model. Does nothing if it is queued or loading already."""
+        if model.state in ("queued", "loading"):
+            return
+        model.queue()
+        self._queue.append(model)
+        self._changed(model)
+        self._wake.set()
+
+    async def call_off(self, model: Model) -> None:
+        """Takes a model out of the queue, or ends its loader; the model is as it was before."""
+        if model in self._queue:
+            self._queue.remove(model)
+            model.called_off()
+            self._changed(model)
+        elif self._current is not None and self._current.model is model:
+            await self._current.end()
+
+    async def run(self) -> None:
+        """Loads until cancelled; a cancelled load's process is ended and awaited."""
+        while True:
+            while not self._queue:
+                self._wake.clear()
+                await self._wake.wait()
+            await self._load(self._queue.popleft())
+
+    async def _load(self, model: Model) -> None:
+        error: WeightCacheError | None = None
+        for attempt in range(1, TRIES + 1):
+            model.begin()
+            self._changed(model)
+            self._current = LoaderProcess(model, self._changed)
+            try:
+                error = await self._current.run()
+            finally:
+                self._current = None
+            if error is None or not isinstance(error, ConnectionFailed) or attempt == TRIES:
+                break
+            _log.warning("%s: %s; loading it again", model.name, error)
+        if error is not None:
+            model.fail(error)
+            _log.error("%s", LoadFailed(model=model.name, device=model.device, reason=str(error)))
+        elif model.state == "loading":
+            # Published models were marked by the worker's word; what is left here was called off.
+            model.called_off()
+        self._changed(model)
+
+
+class LoaderProcess:
+    """One loader from start to exit; see `loader.process` for what it says."""
+
+    def __init__(self, model: Model, changed: Callable[[Model], None]) -> None:
+        self.model = model
+        self._changed = changed
+        self._process: asyncio.subprocess.Process | None = None
+        self._ended = asyncio.Event()
+        self._called_off = False
+        self._done: dict[str, Any] | None = None
+        self._error: WeightCacheError | None = None
+        self._stall: asyncio.TimerHandle | None = None
+
+    async def run(self) -> WeightCacheError | None:
+        """Runs the load. None: published, or called off by `end`. Cancelled, it ends the process and waits for it."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        channel = Stream(ours, self, trusted=True)
+        try:
+            with theirs:
+                arguments = ["loader", self.model.device, self.model.name]
+                self._process = await spawn_role(arguments, {"--channel-fd": theirs.fileno()})
+            job = {
+                "model": self.model.name,
+                "checkpoint": str(self.model.config.checkpoint),
+                "device": self.model.device,
+                "socket": str(socket_path(self.model.device)),
+            }
+            channel.send({"job": job})
+            self._watch()
+            code = await self._process.wait()
+            await self._ended.wait()  # what it said last is read before its exit is judged
+        finally:
+            if self._stall is not None:
+                self._stall.cancel()
+            if self._process is not None and self._process.returncode is None:
+                self._kill()
+                await self._process.wait()
+            channel.close("the loader has ended")
+        if self._called_off:
+            return None
+        if self._error is None and self._done is None:
+            return LoadFailed(
+                model=self.model.name,
+                device=self.model.device,
+                reason=f"the loader ended by {describe_exit(code)} before it was done",
+            )
+        return self._error
+
+    async def end(self) -> None:
+        """Calls the load off and waits until nothing of it is left. SIGKILL: all it holds are descriptors."""
+        self._called_off = True
+        self._kill()
+        await self._ended.wait()
+
+    def message_received(self, data: bytes, fds: FdSet) -> None:
+        with fds:
+            message = decode(data)
+        self._watch()
+        match message:
+            case {"plan": {"nbytes": int(nbytes), "bytes_to_read": int(to_read)}}:
+                self.model.bytes_to_read = to_read
+                _log.info("%s: %d bytes to %s", self.model.name, nbytes, self.model.device)
+            case {"progress": {"bytes_done": int(done)}}:
+                self.model.bytes_done = done
+            case {"done": {"seconds": float(seconds), "bytes_read": int(nbytes)} as done}:
+                self._done = done
+                self.model.load_seconds = seconds
+                self.model.bytes_done = nbytes
+                rate = nbytes / seconds / 1e9 if seconds else 0.0
+                _log.info("%s: %d bytes read in %.2f s, %.1f GB/s", self.model.name, nbytes, seconds, rate)
+            case {"failed": {"error": dict(error)}}:
+                self._error = from_wire(error)
+            case _:
+                raise ProtocolError(problem=f"the loader sent {sorted(message)}")
+        self._changed(self.model)
+
+    def message_broken(self, error: ProtocolError) -> None:
+        raise error  # the two ends are of one version: this is a defect, not bad input
+
+    def stream_closed(self, reason: str) -> None:
+        self._ended.set()
+
+    def _watch(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+        self._stall = asyncio.get_running_loop().call_later(STALL_SECONDS, self._stalled)
+
+    def _stalled(self) -> None:
+        self._error = LoadFailed(
+            model=self.model.name,
+            device=self.model.device,
+            reason=f"no progress for {STALL_SECONDS:.0f} s after {self.model.bytes_done} bytes; is its disk there?",
+        )
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGKILL)

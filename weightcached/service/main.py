@@ -1,0 +1,303 @@
+"""The service's main process: from the config file to ready, and from SIGTERM to the end.
+
+    claims        one lock and socket per device, one for the service itself
+    workers       one process per device, each kept running
+    loads         the queue of models and the loader process of the current one
+    vault         copies of every published shard's descriptors
+    control       the socket of weightcachectl
+    notifier      what systemd is told
+
+Everything runs on one asyncio loop; nothing on it blocks. SIGTERM and SIGINT stop, SIGHUP reloads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..config import Config, load_config
+from ..devices import Device, default_devices, find_devices
+from ..errors import (
+    CheckpointChanged,
+    CheckpointError,
+    ConfigError,
+    LoadFailed,
+    NoSuchDevice,
+    NoSuchModel,
+    WeightCacheError,
+)
+from ..fds import raise_descriptor_limit
+from ..paths import control_path, ensure_runtime_dir, lock_path, socket_path
+from .claim import Claim, Owner
+from .control import Control
+from .loads import Loads
+from .models import Model
+from .notify import Notifier
+from .reload import plan_reload
+from .vault import Vault
+from .workers import WorkerProcess
+
+EXTEND_SECONDS = 10.0  # between two extensions of systemd's start timeout while models are loading
+_log = logging.getLogger(__name__)
+
+
+def serve(config_file: Path, instance: str, take_over: bool = False) -> int:
+    """Runs the service until it is stopped. Returns 0; every failure is an error of the tree with its exit code."""
+    raise_descriptor_limit()
+    config = load_config(config_file)
+    devices = devices_of(config)
+    with contextlib.ExitStack() as held:
+        ensure_runtime_dir()
+        owner = Owner.this_process(instance)
+        claims = {}
+        for device in devices:
+            path = socket_path(device.name, create=True)
+            claim = Claim.take(lock_path(device.name), path, owner, what=device.name, take_over=take_over)
+            claims[device.name] = claim
+            held.callback(claim.close)
+        control = control_path(instance)
+        own = Claim.take(control.with_suffix(".lock"), control, owner, what=f"instance {instance}", take_over=take_over)
+        held.callback(own.close)
+        notifier = Notifier.from_environ()
+        held.callback(notifier.close)
+        return asyncio.run(Service(config, instance, devices, claims, own, notifier).run())
+
+
+def devices_of(config: Config) -> list[Device]:
+    """The devices that a config names, as they are on this host. `ConfigError` for one that is not here."""
+    if config.devices == "all":
+        return default_devices()
+    try:
+        return find_devices(list(config.devices))
+    except NoSuchDevice as error:
+        raise ConfigError(file=str(config.file), problem=f"devices: {error}") from error
+
+
+class Service:
+    """All parts together. Borrows the claims and the notifier; owns the vault and the processes."""
+
+    def __init__(
+        self,
+        config: Config,
+        instance: str,
+        devices: list[Device],
+        claims: dict[str, Claim],
+        own: Claim,
+        notifier: Notifier,
+    ) -> None:
+        self.config = config
+        self.instance = instance
+        self.devices = devices
+        self.started = datetime.now(UTC).isoformat(timespec="seconds")
+        self.ready = False
+        self.models: dict[str, Model] = {}
+        self.vault = Vault()
+        self.loads = Loads(self._model_changed)
+        self.workers = {
+            device.name: WorkerProcess(
+                device.name,
+                config.memory_limit.bytes_of(device.memory.total),
+                instance,
+                claims[device.name],
+                self.vault,
+                self,
+            )
+            for device in devices
+        }
+        self._control = Control(self, own.listener)
+        self._notifier = notifier
+        self._stopping = asyncio.Event()
+        self._state_changed = asyncio.Event()
+
+    async def run(self) -> int:
+        """Starts, serves and stops. Returns the exit code 0, or raises why it could not start or go on."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        loop.add_signal_handler(signal.SIGHUP, self._reload_by_signal)
+        for device in self.devices:
+            if device.persistence is False:
+                _log.warning("%s: persistence mode is off; enable it (nvidia-smi -pm 1)", device.name)
+        background = [worker.start() for worker in self.workers.values()]
+        background.append(asyncio.create_task(self.loads.run(), name="loads"))
+        background.append(asyncio.create_task(self._keep_alive(), name="keep alive"))
+        stop = asyncio.create_task(self._stopping.wait(), name="stop")
+        pending: set[asyncio.Task[Any]] = {stop, asyncio.create_task(self._start(), name="start"), *background}
+        try:
+            while not self._stopping.is_set():
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            return 0
+        finally:
+            await self._end(pending)
+
+    def stop(self) -> None:
+        """Begins to stop; `run` returns when everything has ended."""
+        self._stopping.set()
+
+    def load(self, name: str) -> Model:
+        """Queues a configured model, or leaves it if it is there or on its way. `NoSuchModel` otherwise."""
+        model = self.models.get(name)
+        if model is None:
+            raise NoSuchModel(model=name, device=f"weightcached@{self.instance}", known=sorted(self.models))
+        if model.state != "cached":
+            self._load([model])
+        return model
+
+    def reload(self) -> dict[str, Any]:
+        """Reads the config again and loads what is new or changed. `ConfigError` changes nothing.
+
+        Returns names: {"loading": models queued, "forgotten": models no longer listed, which stay cached until they are
+        evicted, "restart": settings that only a restart applies}.
+        """
+        plan = plan_reload(self.config, self.models, self.vault, [device.name for device in self.devices])
+        self.config = plan.config
+        self._set_models(plan.config)
+        self._load([self.models[name] for name in plan.load])
+        for setting in plan.restart:
+            _log.warning("reload: %s changed; it takes effect at the next restart", setting)
+        return {"loading": plan.load, "forgotten": plan.forgotten, "restart": plan.restart}
+
+    # What the workers report (`workers.WorkerOwner`).
+
+    def model_wanted(self, device: str, model: str) -> None:
+        state = self.models.get(model)
+        if state is not None and state.device == device and state.state == "absent":
+            self._load([state])
+
+    def shard_held(self, device: str, model: str, generation: int) -> None:
+        shard = self.vault.find(device, model)
+        state = self.models.get(model)
+        if state is not None and state.device == device and shard is not None:
+            state.published(shard.generation, shard.nbytes)  # the newest, whichever was published last
+            self._model_changed(state)
+
+    def shard_dropped(self, device: str, model: str, generation: int) -> None:
+        state = self.models.get(model)
+        if state is not None and state.device == device and state.generation == generation:
+            state.gone()
+            self._model_changed(state)
+
+    # Internals.
+
+    def _set_models(self, config: Config) -> None:
+        """Takes over the config's models; what is cached of them already, by whatever publisher, counts as cached."""
+        names = [device.name for device in self.devices]
+        previous, self.models = self.models, {}
+        for item in config.models:
+            device = item.device_for(names)
+            model = previous.get(item.name)
+            if model is None or model.device != device:
+                model = Model(item, device)
+                if shard := self.vault.find(device, item.name):
+                    model.published(shard.generation, shard.nbytes)
+            model.config = item
+            self.models[item.name] = model
+        self._tell_workers()
+
+    def _load(self, models: list[Model]) -> None:
+        for model in models:
+            self.loads.add(model)
+
+    def _model_changed(self, model: Model) -> None:
+        self._tell_workers(model.device)
+        self._control.announce({"what": "model", **model.describe()})
+        self._state_changed.set()
+        self._show_status()
+
+    def _tell_workers(self, device: str | None = None) -> None:
+        for name, worker in self.workers.items():
+            if device in (None, name):
+                here = {model.name: model.for_worker() for model in self.models.values() if model.device == name}
+                worker.tell_models(here)
+
+    def _show_status(self) -> None:
+        loading = [model.sentence() for model in self.models.values() if model.state == "loading"]
+        cached = [model for model in self.models.values() if model.generation is not None]
+        failed = [model.name for model in self.models.values() if model.error is not None]
+        nbytes = sum(model.nbytes or 0 for model in cached)
+        names = ", ".join(model.name for model in cached) or "nothing yet"
+        parts = [*loading, f"serving {names} ({len(cached)} of {len(self.models)} models, {nbytes / 1e9:.1f} GB)"]
+        if failed:
+            parts.append(f"failed: {', '.join(failed)}")
+        text = "; ".join(parts)
+        if self.ready:
+            self._notifier.status(text)
+        else:
+            self._notifier.progress(text)
+
+    def _become_ready(self) -> None:
+        self.ready = True
+        self._notifier.ready("ready")
+        self._show_status()
+        names = [f"{model.name} on {model.device}" for model in self.models.values() if model.generation is not None]
+        _log.info(
+            "ready: weightcached %s, instance %s, serving %s",
+            __version__,
+            self.instance,
+            ", ".join(names) or "no model yet",
+        )
+
+    async def _start(self) -> None:
+        self._notifier.progress("starting workers")
+        await asyncio.gather(*(worker.serving.wait() for worker in self.workers.values()))
+        self._control.start()
+        self._set_models(self.config)
+        self._load([model for model in self.models.values() if model.config.preload])
+        if self.config.ready == "loaded":
+            await self._all_loaded()
+        self._become_ready()
+
+    async def _all_loaded(self) -> None:
+        """Returns when every preload is cached; raises what made the first one fail."""
+        while True:
+            self._state_changed.clear()
+            wanted = [model for model in self.models.values() if model.config.preload]
+            for model in wanted:
+                if model.error is not None:
+                    raise self._start_failure(model, model.error)
+            # Idle: the last loader has ended too, and with it its CUDA context.
+            if self.loads.idle and all(model.state == "cached" for model in wanted):
+                return
+            await self._state_changed.wait()
+
+    def _start_failure(self, model: Model, error: WeightCacheError) -> WeightCacheError:
+        if isinstance(error, CheckpointError) and not isinstance(error, CheckpointChanged):
+            # Another start would find the same files: exit 78, so that systemd does not try for ever.
+            return ConfigError(file=str(self.config.file), problem=f"model {model.name}: {error}")
+        return LoadFailed(model=model.name, device=model.device, reason=str(error))
+
+    async def _keep_alive(self) -> None:
+        """Extends systemd's start timeout while loading, and feeds its watchdog, both from this loop."""
+        interval = min(EXTEND_SECONDS, self._notifier.watchdog_seconds or EXTEND_SECONDS)
+        while True:
+            await asyncio.sleep(interval)
+            if not self.ready:
+                self._show_status()
+            if self._notifier.watchdog_seconds is not None:
+                self._notifier.watchdog()
+
+    def _reload_by_signal(self) -> None:
+        self._notifier.reloading()
+        try:
+            self.reload()
+        except WeightCacheError as error:
+            _log.error("reload refused, nothing is changed: %s", error)
+        self._notifier.ready("reloaded")
+        self._show_status()
+
+    async def _end(self, tasks: set[asyncio.Task[Any]]) -> None:
+        self._notifier.stopping("stopping")
+        self._control.stop()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(worker.stop() for worker in self.workers.values()))
+        self.vault.close()

@@ -1,0 +1,190 @@
+"""The worker processes: one per device, started, fed with the shards they held, started again when they die."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import Any, Protocol
+
+from ..errors import ProtocolError
+from ..fds import FdSet
+from ..wire.framing import decode
+from ..wire.stream import Stream
+from .claim import Claim
+from .notify import clean_environment
+from .vault import Vault
+
+RESTART_DELAYS = (0.0, 0.1, 0.5, 2.0, 5.0)  # seconds, one step further for each death within QUICK_DEATH of the start
+QUICK_DEATH = 5.0
+STOP_SECONDS = 5.0
+_log = logging.getLogger(__name__)
+
+
+class WorkerOwner(Protocol):
+    """Who is told what workers say."""
+
+    def model_wanted(self, device: str, model: str) -> None:
+        """A client waits for a configured model that is not being loaded."""
+        ...
+
+    def shard_held(self, device: str, model: str, generation: int) -> None:
+        """A shard is published on the device."""
+        ...
+
+    def shard_dropped(self, device: str, model: str, generation: int) -> None:
+        """A shard was replaced or evicted."""
+        ...
+
+
+class WorkerProcess:
+    """Keeps one device's worker running from `start` to `stop`. Borrows the claim and the vault; see `worker.main`."""
+
+    def __init__(self, device: str, limit: int, instance: str, claim: Claim, vault: Vault, owner: WorkerOwner) -> None:
+        """`limit`: the most bytes the worker may hold."""
+        self.device = device
+        self.limit = limit
+        self.restarts = 0
+        self.serving = asyncio.Event()
+        self._instance = instance
+        self._claim = claim
+        self._vault = vault
+        self._owner = owner
+        self._models: dict[str, dict[str, Any]] = {}
+        self._channel: Stream | None = None
+        self._channel_ended = asyncio.Event()
+        self._process: asyncio.subprocess.Process | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The running worker's pid, None between two."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    def start(self) -> asyncio.Task[None]:
+        """The task that keeps the worker alive; it ends with an exception only on a defect of this service."""
+        self._task = asyncio.create_task(self._keep_running(), name=f"worker {self.device}")
+        return self._task
+
+    async def stop(self) -> None:
+        """Ends the worker by closing its channel, and waits for its exit; SIGKILL after STOP_SECONDS."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._channel is not None:
+            self._channel.close("the service stops")
+        if self._process is not None and self._process.returncode is None:
+            try:
+                await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
+            except TimeoutError:
+                _log.warning("worker %s pid=%d does not end; killed", self.device, self._process.pid)
+                self._process.send_signal(signal.SIGKILL)
+                await self._process.wait()
+
+    def tell_models(self, models: dict[str, dict[str, Any]]) -> None:
+        """Passes on what the service is about to load; a restarted worker gets it again."""
+        self._models = models
+        if self._channel is not None:
+            self._channel.send({"models": models})
+
+    def message_received(self, data: bytes, fds: FdSet) -> None:
+        with fds:
+            message = decode(data)
+            match message:
+                case {"serving": _}:
+                    self.serving.set()
+                case {"hold": {"model": str(model), "generation": int(generation), "nbytes": int(nbytes)}}:
+                    self._vault.hold(self.device, model, generation, nbytes, fds)
+                    self._send({"held": {"model": model, "generation": generation}})
+                    self._owner.shard_held(self.device, model, generation)
+                case {"drop": {"model": str(model), "generation": int(generation)}}:
+                    self._vault.drop(self.device, model, generation)
+                    self._owner.shard_dropped(self.device, model, generation)
+                case {"wanted": {"model": str(model)}}:
+                    self._owner.model_wanted(self.device, model)
+                case _:
+                    raise ProtocolError(problem=f"worker {self.device} sent {sorted(message)}")
+
+    def message_broken(self, error: ProtocolError) -> None:
+        # Out of descriptors, most likely. A worker ends with its channel; the next one gets what is held here.
+        _log.error("worker %s: %s; starting it again", self.device, error)
+        if self._channel is not None:
+            self._channel.close(str(error))
+
+    def stream_closed(self, reason: str) -> None:
+        _log.debug("= worker %s channel %s", self.device, reason)
+        self.serving.clear()
+        self._channel_ended.set()
+
+    async def _keep_running(self) -> None:
+        quick_deaths = 0
+        loop = asyncio.get_running_loop()
+        while True:
+            started = loop.time()
+            try:
+                end = describe_exit(await self._run_once())
+            except OSError as error:  # no descriptor or no process to be had: what is cached must outlive that
+                end = f"cannot be started: {error.strerror}"
+                if self._channel is not None:
+                    self._channel.close(end)
+            self.restarts += 1
+            quick_deaths = quick_deaths + 1 if loop.time() - started < QUICK_DEATH else 0
+            delay = RESTART_DELAYS[min(quick_deaths, len(RESTART_DELAYS) - 1)]
+            _log.warning(
+                "worker %s ended (%s), its shards are kept here; starting another in %.1f s",
+                self.device, end, delay,
+            )  # fmt: skip
+            await asyncio.sleep(delay)
+
+    async def _run_once(self) -> int:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._channel_ended.clear()
+            self._channel = Stream(ours, self, trusted=True)
+            shared = {
+                "--channel-fd": theirs.fileno(),
+                "--listener-fd": self._claim.listener.fileno(),
+                "--lock-fd": self._claim.lock.fileno(),
+            }
+            self._process = await spawn_role(
+                ["worker", self.device, "--instance", self._instance, "--limit", str(self.limit)], shared
+            )
+        for shard in self._vault.of_device(self.device):
+            name = {"model": shard.model, "generation": shard.generation}
+            self._channel.send({"adopt": name}, [item.fileno() for item in shard.descriptors])
+        self._send({"serve": {"generations": self._vault.generations(self.device)}})
+        self._send({"models": self._models})
+        code = await self._process.wait()
+        await self._channel_ended.wait()  # what it said last is read before another one is given what is held
+        return code
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
+
+
+async def spawn_role(arguments: list[str], fds: dict[str, int]) -> asyncio.subprocess.Process:
+    """Starts ``weightcached <role> ...`` with the named descriptors, without what systemd meant for the service alone.
+
+    The child has its own session: a terminal's Ctrl-C reaches the service only, which ends its children in order.
+    """
+    for option, fd in fds.items():
+        arguments = [*arguments, option, str(fd)]
+    if _log.isEnabledFor(logging.DEBUG):
+        arguments = [*arguments, "--debug"]
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "weightcached", *arguments,
+        stdin=subprocess.DEVNULL,
+        pass_fds=tuple(fds.values()),
+        env=clean_environment(os.environ),
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def describe_exit(code: int) -> str:
+    """An exit status as a person says it."""
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"

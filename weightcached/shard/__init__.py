@@ -1,0 +1,1 @@
+"""What is cached: a sealed manifest and the slabs that it describes."""

@@ -1,0 +1,74 @@
+"""Host slabs: memfds, sealed once filled; clients map them privately, so a stray write stays with its writer."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+from ..errors import DeviceError, ManifestError
+from ..fds import OwnedFd
+from ..memfd import SEALS, require_seals
+
+
+class HostSlab:
+    """A memfd under construction; `view` is its memory, writable, `nbytes` long (see `slab.SlabWriter`)."""
+
+    def __init__(self, nbytes: int) -> None:
+        """Takes `nbytes` bytes of memory at once. `DeviceError` when the host cannot give them."""
+        self.nbytes = nbytes
+        self._fd = OwnedFd(os.memfd_create("weightcached-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        try:
+            if nbytes:
+                # Reserving the pages now turns a full host into an error here; a later fault would be a SIGBUS.
+                os.posix_fallocate(self._fd.fileno(), 0, nbytes)
+            self._map = mmap.mmap(self._fd.fileno(), nbytes) if nbytes else None
+        except OSError as error:
+            self._fd.close()
+            problem = f"cannot take {nbytes} bytes of memory: {error.strerror}"
+            raise DeviceError(device="host", problem=problem) from error
+        self.view = memoryview(self._map) if self._map is not None else memoryview(bytearray())
+
+    def seal(self) -> OwnedFd:
+        """Unmaps, seals against every change (memfd_create(2)) and gives the descriptor to the caller."""
+        self._unmap()
+        fcntl.fcntl(self._fd.fileno(), fcntl.F_ADD_SEALS, SEALS)
+        return OwnedFd(self._fd.steal())
+
+    def close(self) -> None:
+        self._unmap()
+        self._fd.close()
+
+    def _unmap(self) -> None:
+        # F_SEAL_WRITE is refused with EBUSY while a shared writable mapping exists.
+        self.view.release()
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+
+class HostMapping(mmap.mmap):
+    """A private, copy-on-write mapping of a sealed slab; unmapped when the last reference to it is gone.
+
+    A subclass, because `mmap.mmap` itself takes no attributes: the client hangs the lease on it. Never `close` it while
+    a tensor may still use the memory: `torch.frombuffer` keeps a reference to the object, not an exported buffer.
+    """
+
+    lease: object = None
+
+
+def map_host_slab(fd: int, nbytes: int) -> HostMapping | None:
+    """Maps a slab's memfd; the descriptor stays the caller's, the mapping holds one of its own. None for an empty slab.
+
+    `ManifestError` if the memory could still change or has another length; `DeviceError` if it cannot be mapped.
+    """
+    require_seals(fd, "slab")
+    size = os.fstat(fd).st_size
+    if size != nbytes:
+        raise ManifestError(problem=f"slab of {size} bytes, {nbytes} listed")
+    if not nbytes:
+        return None
+    try:
+        return HostMapping(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise DeviceError(device="host", problem=f"cannot map {nbytes} bytes: {error.strerror}") from error

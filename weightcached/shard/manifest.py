@@ -1,0 +1,243 @@
+"""The manifest: what a shard's slabs hold, as a sealed memfd of two JSON documents.
+
+    line 1   the head: key, model, generation, device, slabs, source files; small, read by everyone
+    rest     the table: one entry per tensor, aliases; parsed only when a tensor is first asked for
+
+Plain dataclasses, so that an engine which attaches pays for neither pydantic nor a table it does not read yet. The
+worker validates a publisher's manifest with pydantic over the same classes (`wire.validate`); both sides apply
+`check_table`, so no tensor ever reaches past its slab.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import mmap
+import os
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from ..errors import ManifestError
+from ..fds import OwnedFd
+from ..memfd import require_seals, sealed_memfd
+from .dtypes import DTYPES
+from .key import ShardKey
+
+SCHEMA = 1
+ALIGNMENT = 256  # bytes; a device allocator's usual alignment, enough for every view(dtype) and for TMA
+MAX_SLABS = 252  # one message carries 253 descriptors (SCM_MAX_FD of the kernel), one of them the manifest
+MAX_MANIFEST_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file as it was read: its name in the checkpoint, its stat tuple, and the digest of its bytes."""
+
+    name: str
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    digest: str | None = None
+
+    @property
+    def stat(self) -> tuple[int, int, int, int, int]:
+        """(device, inode, size, mtime_ns, ctime_ns): equal tuples mean the same bytes."""
+        return (self.device, self.inode, self.size, self.mtime_ns, self.ctime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class SlabEntry:
+    """One slab: its length in bytes and, where it was computed, the digest of its content."""
+
+    nbytes: int
+    digest: str | None = None
+
+
+class TensorEntry(NamedTuple):
+    """One tensor: `nbytes` at `offset` of slab number `slab`; `shape` and `stride` in elements of `dtype`.
+
+    `dtype` is a name of the safetensors format. `stride` None is contiguous. `private` tensors are written by the
+    engine and must be copied at attach. In the table an entry is a list in this order, defaults at its end left out:
+    a model has up to some 20,000, and a tuple is made several times faster than a dataclass.
+    """
+
+    name: str
+    slab: int
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
+    role: Literal["parameter", "buffer"] = "parameter"
+    persistent: bool = True
+    private: bool = False
+
+
+_SHAPE = TensorEntry._fields.index("shape")
+_STRIDE = TensorEntry._fields.index("stride")
+_DEFAULTS = TensorEntry._field_defaults
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestHead:
+    """The small part. `created` is UTC in RFC 3339; `attributes` are an engine's scalars; `nbytes` sums the slabs."""
+
+    model: str
+    generation: int
+    device: str
+    key: ShardKey
+    slabs: tuple[SlabEntry, ...]
+    tensor_count: int
+    created: str
+    files: tuple[SourceFile, ...] = ()
+    attributes: dict[str, bool | int | float | str | None] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slab.nbytes for slab in self.slabs)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTable:
+    """The large part. `aliases` maps a tied name to the tensor whose bytes it shares."""
+
+    tensors: tuple[TensorEntry, ...]
+    aliases: dict[str, str] = field(default_factory=dict)
+
+
+def write_manifest(head: ManifestHead, table: TensorTable) -> OwnedFd:
+    """A sealed memfd with both documents; the caller owns it. `ManifestError` if nobody would read one so large."""
+    text = json.dumps(asdict(head), separators=(",", ":")) + "\n"
+    rows = [_without_defaults(entry) for entry in table.tensors]
+    text += json.dumps({"tensors": rows, "aliases": table.aliases}, separators=(",", ":"))
+    if len(text) > MAX_MANIFEST_BYTES:  # ASCII: json escapes the rest
+        raise ManifestError(problem=f"{len(text)} bytes, at most {MAX_MANIFEST_BYTES} are read")
+    return sealed_memfd("weightcached-manifest", text.encode())
+
+
+def read_documents(fd: int) -> tuple[bytes, memoryview]:
+    """Head and table as JSON; the table stays in the memfd, mapped, until it is parsed. The descriptor may be closed.
+
+    `ManifestError` for a memfd that can still change (it could shrink under the mapping) or is too large.
+    """
+    require_seals(fd, "manifest")
+    size = os.fstat(fd).st_size
+    if size > MAX_MANIFEST_BYTES:
+        raise ManifestError(problem=f"{size} bytes, at most {MAX_MANIFEST_BYTES} are read")
+    mapped = mmap.mmap(fd, size, prot=mmap.PROT_READ) if size else None
+    end = mapped.find(b"\n") if mapped is not None else -1
+    if mapped is None or end < 0:
+        raise ManifestError(problem="no line end after the head")
+    return mapped[:end], memoryview(mapped)[end + 1 :]
+
+
+def parse_head(document: bytes) -> ManifestHead:
+    """The head from JSON, by the client's own cheap rules. Fields that a newer minor version added are ignored."""
+    try:
+        data = json.loads(document)
+        if data["schema"] != SCHEMA:
+            raise ManifestError(problem=f"schema {data['schema']}, this version reads {SCHEMA}")
+        key = _known(ShardKey, data["key"])
+        if key.get("layers") is not None:
+            key["layers"] = tuple(key["layers"])
+        head = _known(ManifestHead, data)
+        head["key"] = ShardKey(**key)
+        head["slabs"] = tuple(SlabEntry(**_known(SlabEntry, slab)) for slab in data["slabs"])
+        head["files"] = tuple(SourceFile(**_known(SourceFile, file)) for file in data.get("files", ()))
+        return ManifestHead(**head)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ManifestError(problem=f"head is not readable: {error!r}") from error
+
+
+def parse_table(document: bytes | memoryview) -> TensorTable:
+    """The table from JSON, by the client's own cheap rules; still to be checked with `check_table`."""
+    # Each row makes garbage collection look through all that the process has, torch included, again and again: for
+    # 20,000 tensors four fifths of the time. Nothing here makes a cycle.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        data = json.loads(bytes(document))
+        entries = []
+        for row in data["tensors"]:
+            row[_SHAPE] = tuple(row[_SHAPE])
+            if len(row) > _STRIDE and row[_STRIDE] is not None:
+                row[_STRIDE] = tuple(row[_STRIDE])
+            entries.append(TensorEntry(*row))
+        return TensorTable(tensors=tuple(entries), aliases=dict(data["aliases"]))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        raise ManifestError(problem=f"tensor table is not readable: {error!r}") from error
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def check_table(head: ManifestHead, table: TensorTable) -> None:
+    """`ManifestError` unless every tensor lies inside its slab, aligned, under a name of its own.
+
+    Tensors may overlap: a fused tensor and the views that it is made of share bytes.
+    """
+    try:
+        _check_entries(head, table)
+    except TypeError as error:  # JSON of another form than the classes say, such as a list for a name
+        raise ManifestError(problem=f"tensor table is not readable: {error}") from error
+
+
+def _check_entries(head: ManifestHead, table: TensorTable) -> None:
+    if len(table.tensors) != head.tensor_count:
+        raise ManifestError(problem=f"{len(table.tensors)} tensors listed, {head.tensor_count} announced")
+    names = set()
+    for entry in table.tensors:
+        if entry.name in names:
+            raise ManifestError(problem=f"tensor {entry.name!r} is listed twice")
+        names.add(entry.name)
+        _check_entry(head, entry)
+    for alias, target in table.aliases.items():
+        if alias in names or target not in names:
+            raise ManifestError(problem=f"alias {alias!r} of {target!r} names a listed or an unknown tensor")
+
+
+def _check_entry(head: ManifestHead, entry: TensorEntry) -> None:
+    def refuse(problem: str) -> ManifestError:
+        return ManifestError(problem=f"tensor {entry.name!r}: {problem}")
+
+    if entry.dtype not in DTYPES:
+        raise refuse(f"unknown dtype {entry.dtype!r}")
+    if not 0 <= entry.slab < len(head.slabs):
+        raise refuse(f"slab {entry.slab} of {len(head.slabs)}")
+    if entry.offset % ALIGNMENT or entry.offset < 0 or entry.nbytes < 0:
+        raise refuse(f"offset {entry.offset} is no multiple of {ALIGNMENT}, or it or nbytes {entry.nbytes} is negative")
+    if entry.offset + entry.nbytes > head.slabs[entry.slab].nbytes:
+        end = entry.offset + entry.nbytes
+        raise refuse(f"ends at byte {end} of a slab of {head.slabs[entry.slab].nbytes}")
+    if any(size < 0 for size in entry.shape):
+        raise refuse(f"negative size in shape {entry.shape}")
+    needed = span_bytes(entry.dtype, entry.shape, entry.stride)
+    if needed is None or needed > entry.nbytes or (entry.stride is None and needed != entry.nbytes):
+        raise refuse(f"{entry.dtype} {list(entry.shape)} spans {needed} bytes, {entry.nbytes} listed")
+
+
+def span_bytes(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...] | None) -> int | None:
+    """Bytes from the first to past the last element; None when they are not whole bytes or the stride is unfit."""
+    elements = 1
+    for size in shape:
+        elements *= size
+    if stride is not None and (len(stride) != len(shape) or any(step < 0 for step in stride)):
+        return None
+    if stride is not None and elements:
+        elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    bits = elements * DTYPES[dtype].bits
+    return bits // 8 if bits % 8 == 0 else None
+
+
+def _without_defaults(entry: TensorEntry) -> list[Any]:
+    row = list(entry)
+    while len(row) > _STRIDE and row[-1] == _DEFAULTS[TensorEntry._fields[len(row) - 1]]:
+        row.pop()
+    return row
+
+
+def _known(cls: type[Any], data: dict[str, Any]) -> dict[str, Any]:
+    return {name: data[name] for name in cls.__dataclass_fields__ if name in data}

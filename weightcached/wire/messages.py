@@ -1,0 +1,111 @@
+"""Every message of the protocol. One message is one JSON object, with descriptors beside it where the class says so.
+
+Plain dataclasses: the client and `weightcachectl` build and read them without importing pydantic, which alone would
+cost more than the whole attach. The receiving side of a request validates it with pydantic over these same classes
+(`wire.validate`). Not frozen: making ten frozen classes costs 5 ms at each import, and a message is sent right after
+it is made.
+
+    a worker    hello, attach, publish, reserve, status, evict, subscribe
+    a service   hello, status, load, evict, reload, subscribe, stop
+
+A reply is ``{"ok": {...}}`` or ``{"error": {...}}`` (`errors.to_wire`). Subscribers and waiting clients also get
+``{"event": {...}}``. Unknown fields of a reply are ignored, unknown fields of a request are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+PROTOCOL = 1  # another number is another protocol: both sides refuse and name both
+
+
+@dataclass(slots=True)
+class Hello:
+    """First message. `device` is the device whose worker the client means to reach, None on a service's socket."""
+
+    client: str
+    version: str
+    device: str | None = None
+    protocol: int = PROTOCOL
+    op: Literal["hello"] = "hello"
+
+
+@dataclass(slots=True)
+class Attach:
+    """Asks for a shard and a lease on it; the reply carries the manifest and the slabs as descriptors.
+
+    `key` holds the fields of `ShardKey` that must match. With `wait` seconds the reply comes when the model is there.
+    """
+
+    model: str
+    key: dict[str, Any] = field(default_factory=dict)
+    wait: float = 0.0
+    op: Literal["attach"] = "attach"
+
+
+@dataclass(slots=True)
+class Reserve:
+    """Asks for room for `nbytes` bytes on the device, before they are allocated. Ends with the connection."""
+
+    model: str
+    nbytes: int
+    op: Literal["reserve"] = "reserve"
+
+
+@dataclass(slots=True)
+class Publish:
+    """Hands over a shard for which room is reserved: descriptors are the manifest, then the slabs in order."""
+
+    op: Literal["publish"] = "publish"
+
+
+@dataclass(slots=True)
+class Status:
+    op: Literal["status"] = "status"
+
+
+@dataclass(slots=True)
+class Evict:
+    """Drops a model's shards; with `force` also those in use. `device` None: on every device of the service."""
+
+    model: str
+    device: str | None = None
+    force: bool = False
+    op: Literal["evict"] = "evict"
+
+
+@dataclass(slots=True)
+class Load:
+    """Loads a configured model; the reply comes at once, progress comes to subscribers."""
+
+    model: str
+    op: Literal["load"] = "load"
+
+
+@dataclass(slots=True)
+class Reload:
+    """Reads the config file again and loads what is new or changed."""
+
+    op: Literal["reload"] = "reload"
+
+
+@dataclass(slots=True)
+class Subscribe:
+    """The reply is a status; events follow on the same connection."""
+
+    op: Literal["subscribe"] = "subscribe"
+
+
+@dataclass(slots=True)
+class Stop:
+    op: Literal["stop"] = "stop"
+
+
+Request = Hello | Attach | Reserve | Publish | Status | Evict | Load | Reload | Subscribe | Stop
+WORKER_OPS = frozenset({"hello", "attach", "reserve", "publish", "status", "evict", "subscribe"})
+SERVICE_OPS = frozenset({"hello", "status", "load", "evict", "reload", "subscribe", "stop"})
+
+
+def request_to_json(request: Request) -> dict[str, Any]:
+    return asdict(request)

@@ -1,0 +1,186 @@
+"""The listening side: accepts peers of the same user, keeps their deadlines, hands requests to a handler.
+
+A worker and a service are the same server with other operations. One slow, silent or hostile client costs one small
+object and a timer: every socket is non-blocking, every connection has a deadline for its next message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from .. import __version__
+from ..errors import PeerRefused, ProtocolError, WeightCacheError, to_wire
+from ..fds import FdSet, OwnedFd
+from .framing import Frame
+from .messages import PROTOCOL, Hello, Request
+from .peer import Peer, peer_of, require_same_user
+from .protocol import Session
+from .stream import Stream
+
+# `handle(connection, request, fds)` answers now (a dict), later (None, then `Connection.reply`), or raises.
+Handler = Callable[["ServerConnection", Request, FdSet], dict[str, Any] | None]
+_ACCEPTS_PER_TURN = 64  # then the loop turns to the clients that are already in
+ACCEPT_PAUSE_SECONDS = 0.5  # when there is no descriptor for another client
+_log = logging.getLogger(__name__)
+
+
+class ServerConnection:
+    """One client, from accept to close. `on_close` callbacks run once, in reverse order of their adding."""
+
+    def __init__(self, server: Server, sock: socket.socket, peer: Peer) -> None:
+        self.peer = peer
+        self.on_close: list[Callable[[], None]] = []
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._session = Session(ops=server.ops, device=server.device, version=__version__, now=self._loop.time())
+        self._stream = Stream(sock, self)
+        self._timer: asyncio.TimerHandle | None = None
+        self._set_timer()
+
+    @property
+    def closed(self) -> bool:
+        return self._stream.closed
+
+    def hold(self) -> None:
+        """The next reply grants a lease or a subscription."""
+        self._session.hold()
+
+    def reserved(self) -> None:
+        """The next reply grants a reservation."""
+        self._session.reserved()
+
+    def reply(self, ok: dict[str, Any], fds: list[OwnedFd] | tuple[OwnedFd, ...] = ()) -> None:
+        """Answers the request in hand; the descriptors stay the caller's."""
+        self._stream.send({"ok": ok}, [item.fileno() for item in fds])
+        self._answered()
+
+    def fail(self, error: WeightCacheError) -> None:
+        """Answers the request in hand with an error. A broken protocol also ends the connection."""
+        self._stream.send({"error": to_wire(error)})
+        if isinstance(error, ProtocolError):
+            self._stream.close_when_sent(str(error))
+        else:
+            self._answered()
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Something a subscriber or a waiting client wants to know."""
+        self._stream.send({"event": event})
+
+    def close(self, reason: str) -> None:
+        self._stream.close(reason)
+
+    def message_received(self, data: bytes, fds: FdSet) -> None:
+        with fds:  # what a handler has not taken out is closed here
+            try:
+                request = self._session.receive(data, len(fds), self._loop.time())
+                self._set_timer()
+                _log.debug("> %s pid=%d", request, self.peer.pid)
+                if isinstance(request, Hello):
+                    answer: dict[str, Any] | None = self._server.greeting()
+                else:
+                    answer = self._server.handle(self, request, fds)
+            except WeightCacheError as error:
+                _log.debug("< %s pid=%d", error, self.peer.pid)
+                self.fail(error)
+            except BaseException:
+                # A defect, which the loop reports. The peer must not wait for an answer that will never come.
+                self._stream.close("a defect of this process")
+                raise
+            else:
+                if answer is not None:
+                    self.reply(answer)
+
+    def message_broken(self, error: ProtocolError) -> None:
+        self.fail(error)
+
+    def stream_closed(self, reason: str) -> None:
+        _log.debug("= closed pid=%d: %s", self.peer.pid, reason)
+        self._session.close()
+        self._set_timer()
+        while self.on_close:
+            self.on_close.pop()()
+        self._server.connections.discard(self)
+
+    def _answered(self) -> None:
+        self._session.replied(self._loop.time())
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._session.deadline is not None:
+            self._timer = self._loop.call_at(self._session.deadline, self._too_late)
+
+    def _too_late(self) -> None:
+        self.fail(ProtocolError(problem=f"no message in time (connection was {self._session.state.value})"))
+
+
+class Server:
+    """Accepts on a bound, listening SEQPACKET socket, which it does not own."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        ops: frozenset[str],
+        device: str | None,
+        instance: str,
+        handle: Handler,
+    ) -> None:
+        listener.setblocking(False)
+        self.ops = ops
+        self.device = device
+        self.instance = instance
+        self.handle = handle
+        self.connections: set[ServerConnection] = set()
+        self._listener = listener
+        self._resume: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def stop(self, reason: str) -> None:
+        """Accepts no more and closes every connection. Idempotent; the listening socket stays open."""
+        asyncio.get_running_loop().remove_reader(self._listener)
+        if self._resume is not None:
+            self._resume.cancel()
+        for connection in list(self.connections):
+            connection.close(reason)
+
+    def greeting(self) -> dict[str, Any]:
+        return {"protocol": PROTOCOL, "version": __version__, "device": self.device, "instance": self.instance}
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                sock, _address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # out of descriptors; the client stays in the queue, which stays readable
+                _log.warning("no client can be accepted for %.1f s: %s", ACCEPT_PAUSE_SECONDS, error)
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(self._listener)
+                self._resume = loop.call_later(ACCEPT_PAUSE_SECONDS, self.start)
+                return
+            peer = peer_of(sock)
+            try:
+                require_same_user(peer)
+            except PeerRefused as error:
+                _log.warning("%s (pid %d, %s)", error, peer.pid, peer.command)
+                _refuse(sock, error)
+                continue
+            self.connections.add(ServerConnection(self, sock, peer))
+
+
+def _refuse(sock: socket.socket, error: PeerRefused) -> None:
+    with sock:
+        sock.setblocking(False)
+        try:
+            Frame({"error": to_wire(error)}).send(sock)
+        except OSError as failure:
+            _log.debug("the refused peer was not told: %s", failure)

@@ -1,0 +1,1 @@
+"""One process per device: its catalogue of shards, its leases and its socket."""

@@ -1,0 +1,131 @@
+"""The worker process of one device: a broker of descriptors. No CUDA, no torch; it lives as long as its service.
+
+It starts with three descriptors from the service: the channel to it, the device's listening socket and the device's
+lock. The last two are the service's as well, so they outlive a worker that dies: the lock stays held, and clients that
+connect meanwhile wait in the socket's queue.
+
+Channel, service to worker:
+
+    {"adopt": {"model", "generation"}} + descriptors    a shard that was published before this worker started
+    {"serve": {"generations": {...}}}                   everything is adopted: begin to accept
+    {"held": {"model", "generation"}}                   the service holds its copies of a published shard
+    {"models": {name: {...}}}                           what the service is about to load, or could not load
+
+Channel, worker to service:
+
+    {"serving": {}}
+    {"hold": {"model", "generation", "nbytes"}} + descriptors    keep copies of this shard
+    {"drop": {"model", "generation"}}                            close them
+    {"wanted": {"model"}}                                        a client waits for a model that is not being loaded
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from typing import Any
+
+from ..devices import device_memory
+from ..errors import ManifestError, ProtocolError
+from ..fds import FdSet, OwnedFd, raise_descriptor_limit
+from ..wire.framing import decode
+from ..wire.messages import WORKER_OPS
+from ..wire.server import Server
+from ..wire.stream import Stream
+from ..wire.validate import parse_manifest
+from .catalogue import Catalogue, Shard
+from .handlers import Handlers, describe
+
+_log = logging.getLogger(__name__)
+
+
+def run(*, device: str, instance: str, limit: int, channel_fd: int, listener_fd: int, lock_fd: int) -> int:
+    """Serves until the service closes the channel. Takes over the three descriptors. Returns the exit code.
+
+    0: the service has ended. 1: it sent what this worker does not understand; it starts another with what it holds.
+    """
+    raise_descriptor_limit()
+    with (
+        OwnedFd(lock_fd),
+        socket.socket(fileno=channel_fd) as channel,
+        socket.socket(fileno=listener_fd) as listener,
+    ):
+        return asyncio.run(Worker(device, instance, limit, listener).run(channel))
+
+
+class Worker:
+    """One device's catalogue behind its socket, and the channel to the service."""
+
+    def __init__(self, device: str, instance: str, limit: int, listener: socket.socket) -> None:
+        self._catalogue = Catalogue(device, limit, lambda: device_memory(device))
+        self._handlers = Handlers(self._catalogue, instance, self._tell)
+        self._server = Server(listener, ops=WORKER_OPS, device=device, instance=instance, handle=self._handlers.handle)
+        self._channel: Stream | None = None
+        self._ended = asyncio.Event()
+        self._exit_code = 0
+
+    async def run(self, channel: socket.socket) -> int:
+        """Serves until the channel ends, then closes everything that is held. Returns the exit code."""
+        self._channel = Stream(channel, self, trusted=True)
+        try:
+            await self._ended.wait()
+        finally:
+            self._server.stop("the service has ended")
+            self._catalogue.close()
+            self._handlers.close()
+            self._channel.close("the worker ends")
+        return self._exit_code
+
+    def message_received(self, data: bytes, fds: FdSet) -> None:
+        with fds:
+            try:
+                self._obey(decode(data), fds)
+            except BaseException:
+                # The two ends are of one version: this is a defect, which the loop reports. After it nobody knows what
+                # the service believes to be here, so this process ends and its successor begins with what is held.
+                self._end(1)
+                raise
+
+    def message_broken(self, error: ProtocolError) -> None:
+        self._end(1)
+        raise error
+
+    def stream_closed(self, reason: str) -> None:
+        _log.debug("= channel %s", reason)
+        self._ended.set()
+
+    def _end(self, exit_code: int) -> None:
+        self._exit_code = exit_code
+        self._ended.set()
+
+    def _obey(self, message: dict[str, Any], fds: FdSet) -> None:
+        match message:
+            case {"adopt": {"model": str(model), "generation": int(generation)}}:
+                self._adopt(model, generation, fds)
+            case {"serve": {"generations": dict(generations)}}:
+                self._catalogue.remember_generations(generations)
+                self._server.start()
+                self._tell({"serving": {}})
+            case {"held": {"model": str(model), "generation": int(generation)}}:
+                self._handlers.held(model, generation)
+            case {"models": dict(models)}:
+                self._handlers.models_changed(models)
+            case _:
+                raise ProtocolError(problem=f"the service sent {sorted(message)}")
+
+    def _adopt(self, model: str, generation: int, fds: FdSet) -> None:
+        try:
+            head, _ = parse_manifest(next(iter(fds)).fileno())
+        except ManifestError as error:  # written by another version; memory that nobody can use is not kept
+            _log.error("%s generation %d cannot be adopted and is dropped: %s", model, generation, error)
+            self._tell({"drop": {"model": model, "generation": generation}})
+            return
+        manifest, *slabs = fds.steal_all()
+        superseded = self._catalogue.insert(Shard(head, manifest, slabs))
+        if superseded is not None:  # the worker before this one died between a switch and telling of it
+            self._tell({"drop": describe(superseded)})
+
+    def _tell(self, message: dict[str, object], fds: list[OwnedFd] | tuple[OwnedFd, ...] = ()) -> None:
+        if self._channel is not None:
+            self._channel.send(message, [item.fileno() for item in fds])
