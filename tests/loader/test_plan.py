@@ -192,7 +192,7 @@ def test_a_range_that_its_reader_should_have_refused_is_refused(begin: int, end:
     ids=["2,500 and 20,000 tensors", "16 and 129 GB"],
 )
 def test_planning_is_linear(layout: Callable[[int], list[Layout]]) -> None:
-    """Planning eight times the tensors or the bytes takes less than 24 times the processor time: a square would be 64."""
+    """Planning eight times the tensors or bytes takes less than 24 times the time; were it quadratic, 64 times."""
     seconds = []
     for size in (1, 8):
         checkpoint = make(*layout(size))

@@ -1,13 +1,101 @@
-"""Workers of a real service: one that dies is replaced, with the shards it held."""
+"""workers: one that dies is replaced, with the shards it held; also when it cannot be started, dies in mid sentence or
+babbles."""
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import signal
+import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import pytest
+
+from tests.leaks import NoDescriptorLeaks
 from tests.running import process_of_role, wait_for_end
 from tests.service.conftest import HOST, StartService, attach, generation, model, slab_bytes
+from tests.wire.serving import Client
+from tests.worker.process import shard
+from weightcached.service import workers
+from weightcached.service.claim import Claim, Owner
+from weightcached.service.vault import Vault
+from weightcached.service.workers import WorkerProcess, describe_exit, spawn_role
+
+ROOT = Path(__file__).parents[2]
+Spawn = Callable[[list[str], dict[str, int]], Awaitable[asyncio.subprocess.Process]]
+
+
+class Told:
+    """What a service is told by its workers."""
+
+    def __init__(self) -> None:
+        self.wanted: list[str] = []
+        self.held: list[tuple[str, int]] = []
+        self.dropped: list[tuple[str, int]] = []
+        self.at_first: Callable[[], None] = lambda: None
+
+    def model_wanted(self, device: str, model: str) -> None:
+        if not self.wanted:
+            self.at_first()
+        self.wanted.append(model)
+
+    def shard_held(self, device: str, model: str, generation: int) -> None:
+        self.held.append((model, generation))
+
+    def shard_dropped(self, device: str, model: str, generation: int) -> None:
+        self.dropped.append((model, generation))
+
+
+def run(runtime_dir: Path, body: Callable[[WorkerProcess, Told, Vault], Awaitable[None]]) -> None:
+    """Runs `body` with a started worker process, which is stopped afterwards."""
+
+    async def main() -> None:
+        claim = Claim.take(
+            runtime_dir / "host-0.lock", runtime_dir / "host-0.sock", Owner.this_process("test"), what="host-0"
+        )
+        told, vault = Told(), Vault()
+        worker = WorkerProcess("host-0", 1 << 20, "test", claim, vault, told)
+        task = worker.start()
+        try:
+            async with asyncio.timeout(30):
+                await body(worker, told, vault)
+            assert not task.done()
+        finally:
+            await worker.stop()
+            vault.close()
+            claim.close()
+
+    asyncio.run(main())
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, *scripts: str) -> list[str]:
+    """In place of the first workers these scripts run, with the channel as `channel`; then real ones. Returns what has
+    been started so far."""
+    started: list[str] = []
+    left = list(scripts)
+
+    async def spawn(arguments: list[str], fds: dict[str, int]) -> asyncio.subprocess.Process:
+        if not left:
+            started.append("worker")
+            return await spawn_role(arguments, fds)
+        started.append("script")
+        code = (
+            "import socket, sys\nfrom weightcached.wire import framing\n"
+            f"channel = socket.socket(fileno={fds['--channel-fd']})\n{left.pop(0)}"
+        )
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            code,
+            pass_fds=tuple(fds.values()),
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+
+    monkeypatch.setattr(workers, "spawn_role", spawn)
+    return started
 
 
 def test_a_killed_worker_loses_nothing(start_service: StartService, checkpoint: Path) -> None:
@@ -30,3 +118,98 @@ def test_a_killed_worker_loses_nothing(start_service: StartService, checkpoint: 
     held.close()
     holder.close()
     service.stop()
+
+
+def test_a_worker_that_cannot_be_started_is_tried_again(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, descriptors: NoDescriptorLeaks
+) -> None:
+    """No descriptor or no process to be had is a bad moment and not the end of a service that holds weights."""
+    monkeypatch.setattr(workers, "RESTART_DELAYS", (0.0, 0.01))
+    failures = [errno.EAGAIN, errno.EMFILE]
+
+    async def spawn(arguments: list[str], fds: dict[str, int]) -> asyncio.subprocess.Process:
+        if failures:
+            raise OSError(failures[0], os.strerror(failures.pop(0)))
+        return await spawn_role(arguments, fds)
+
+    monkeypatch.setattr(workers, "spawn_role", spawn)
+
+    async def body(worker: WorkerProcess, told: Told, vault: Vault) -> None:
+        await worker.serving.wait()
+        assert worker.restarts == 2
+
+    run(runtime_dir, body)
+
+
+def test_what_a_worker_says_last_is_heard(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, descriptors: NoDescriptorLeaks
+) -> None:
+    """Everything that a worker sent before it died is acted on before its successor is given what is held: a shard that
+    it had dropped does not come back."""
+    started = scripted(
+        monkeypatch,
+        "for n in range(150): framing.Frame({'wanted': {'model': str(n)}}).send(channel)\n"
+        "framing.Frame({'drop': {'model': 'm', 'generation': 1}}).send(channel)\n",
+    )
+
+    async def body(worker: WorkerProcess, told: Told, vault: Vault) -> None:
+        with shard("m", 1, b"data") as fds:
+            vault.hold("host-0", "m", 1, 4, fds)
+        # The loop stands still from the first message to the end of the process, so that the rest is unread at that.
+        told.at_first = lambda: wait_for_end(worker.pid) if worker.pid else None
+        await worker.serving.wait()
+        assert started == ["script", "worker"]
+        assert told.wanted == [str(number) for number in range(150)]
+        assert told.dropped == [("m", 1)]
+        assert await asyncio.to_thread(models_at, runtime_dir) == []
+
+    run(runtime_dir, body)
+
+
+def models_at(runtime_dir: Path) -> list[str]:
+    with Client(runtime_dir / "host-0.sock") as client:
+        return [item["model"] for item in client.ask({"op": "status"})["shards"]]
+
+
+def test_a_broken_message_starts_the_worker_again(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, descriptors: NoDescriptorLeaks
+) -> None:
+    """A message that did not arrive whole, as when this process is out of descriptors, would leave its publisher
+    waiting for ever: the worker is ended by its channel, and the next one serves what is held."""
+    started = scripted(monkeypatch, "channel.send(b'x' * 70000)\nwhile channel.recv(65536): pass\n")
+
+    async def body(worker: WorkerProcess, told: Told, vault: Vault) -> None:
+        with shard("m", 1, b"data") as fds:
+            vault.hold("host-0", "m", 1, 4, fds)
+        await worker.serving.wait()
+        assert started == ["script", "worker"]
+        assert await asyncio.to_thread(models_at, runtime_dir) == ["m"]
+
+    run(runtime_dir, body)
+
+
+def test_a_late_publish_of_an_older_generation_changes_nothing(
+    start_service: StartService, checkpoint: Path, runtime_dir: Path
+) -> None:
+    """Of two publishers the one that reserved last wins, in the service's books as well: when the older one comes late
+    and is dropped, the model is still cached, as the newer one."""
+    service = start_service(HOST + model("m", checkpoint, "preload = false")).ready()
+    path = runtime_dir / "host-0.sock"
+    with Client(path) as older, Client(path) as newer:
+        generations = [
+            int(client.ask({"op": "reserve", "model": "m", "nbytes": 4})["generation"]) for client in (older, newer)
+        ]
+        for client, number in ((newer, generations[1]), (older, generations[0])):
+            with shard("m", number, b"data") as fds:
+                client.ask({"op": "publish"}, [fd.fileno() for fd in fds])
+    found = service.model("m")
+    assert (found["state"], found["generation"]) == ("cached", generations[1])
+    service.stop()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(0, "exit status 0"), (1, "exit status 1"), (-9, "signal SIGKILL"), (-15, "signal SIGTERM")]
+)
+def test_an_exit_as_a_person_says_it(code: int, words: str) -> None:
+    """The log names the signal."""
+    assert describe_exit(code) == words

@@ -212,6 +212,7 @@ def test_a_publishers_manifest_is_read_back(descriptors: NoDescriptorLeaks) -> N
         (lambda head, table: tensor(table, 0, slab=-1), "slab -1 of 2"),
         (lambda head, table: tensor(table, 0, shape=[8, -16]), "negative size"),
         (lambda head, table: tensor(table, 0, shape=[8, 17]), "spans 544 bytes, 512 listed"),
+        (lambda head, table: tensor(table, 0, shape=[10**18] * 1000), "is not readable: Exceeds the limit"),
         (lambda head, table: tensor(table, 0, dtype="F31"), "unknown dtype 'F31'"),
         (lambda head, table: tensor(table, 1, stride=[1, 17]), "spans"),
         (lambda head, table: tensor(table, 1, name="w"), "'w' is listed twice"),

@@ -181,7 +181,7 @@ def check_table(head: ManifestHead, table: TensorTable) -> None:
     """
     try:
         _check_entries(head, table)
-    except TypeError as error:  # JSON of another form than the classes say, such as a list for a name
+    except (TypeError, ValueError) as error:  # a list for a name, say, or a size of more digits than can be written
         raise ManifestError(problem=f"tensor table is not readable: {error}") from error
 
 

@@ -23,6 +23,7 @@ from ..wire.messages import Attach, Evict, Publish, Request, Reserve, Subscribe
 from ..wire.server import ServerConnection
 from ..wire.validate import parse_manifest
 from .catalogue import Catalogue, Lease, Reservation, Shard
+from .memory import give_back_unused
 from .slabs import check_slabs
 
 Tell = Callable[..., None]
@@ -179,6 +180,7 @@ class Handlers:
             if not len(fds):
                 raise ManifestError(problem="publish carries no descriptors")
             head, _ = parse_manifest(next(iter(fds)).fileno())
+            give_back_unused()
             self._catalogue.check_publish(reservation, head)
             check_slabs(head, list(fds)[1:])
         except WeightCacheError:

@@ -36,6 +36,7 @@ from ..wire.stream import Stream
 from ..wire.validate import parse_manifest
 from .catalogue import Catalogue, Shard
 from .handlers import Handlers, describe
+from .memory import give_back_unused
 
 _log = logging.getLogger(__name__)
 
@@ -117,6 +118,7 @@ class Worker:
     def _adopt(self, model: str, generation: int, fds: FdSet) -> None:
         try:
             head, _ = parse_manifest(next(iter(fds)).fileno())
+            give_back_unused()
         except ManifestError as error:  # written by another version; memory that nobody can use is not kept
             _log.error("%s generation %d cannot be adopted and is dropped: %s", model, generation, error)
             self._tell({"drop": {"model": model, "generation": generation}})
