@@ -4,6 +4,7 @@ babbles."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import signal
@@ -18,6 +19,7 @@ from tests.running import process_of_role, wait_for_end
 from tests.service.conftest import HOST, StartService, attach, generation, model, slab_bytes
 from tests.wire.serving import Client
 from tests.worker.process import shard
+from weightcached.errors import DeviceError
 from weightcached.service import workers
 from weightcached.service.claim import Claim, Owner
 from weightcached.service.vault import Vault
@@ -213,3 +215,23 @@ def test_a_late_publish_of_an_older_generation_changes_nothing(
 def test_an_exit_as_a_person_says_it(code: int, words: str) -> None:
     """The log names the signal."""
     assert describe_exit(code) == words
+
+
+def test_a_worker_that_can_never_serve_ends_the_service(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, descriptors: NoDescriptorLeaks
+) -> None:
+    """Before anything is cached, a worker that dies again and again is an error with its exit, not an endless start."""
+    monkeypatch.setattr(workers, "RESTART_DELAYS", (0.0,))
+    started = scripted(monkeypatch, *["raise SystemExit(3)"] * 10)
+
+    async def main() -> None:
+        with contextlib.closing(
+            Claim.take(runtime_dir / "host-0.lock", runtime_dir / "host-0.sock", Owner.this_process("t"), what="host-0")
+        ) as claim:
+            worker = WorkerProcess("host-0", 1 << 20, "test", claim, Vault(), Told())
+            with pytest.raises(DeviceError, match=r"cannot start \(exit status 3\)"):
+                await asyncio.wait_for(worker.start(), 30)
+            await worker.stop()
+
+    asyncio.run(main())
+    assert len(started) == workers.START_TRIES

@@ -45,10 +45,21 @@ def shard(model: str = "m", generation: int = 1, nbytes: int = 100, **changes: A
     return Shard(head(model, generation, nbytes, **changes), manifest, slabs)
 
 
+class OnDevice(Catalogue):
+    """A catalogue with room for 1000 bytes that is told the free memory of a device."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__("host-0", 1000)
+        self.memory = device
+
+    def reserve(self, model: str, nbytes: int, peer: Peer) -> Reservation:  # type: ignore[override]
+        return super().reserve(model, nbytes, peer, self.memory().free)
+
+
 @pytest.fixture
 def catalogue(descriptors: NoDescriptorLeaks) -> Catalogue:
     """Room for 1000 bytes on a device that has plenty."""
-    return Catalogue("host-0", 1000, Device())
+    return OnDevice(Device())
 
 
 def publish(catalogue: Catalogue, model: str = "m", nbytes: int = 100) -> Shard:
@@ -143,7 +154,7 @@ class TestRoom:
     def test_the_device_has_the_last_word(self, descriptors: NoDescriptorLeaks) -> None:
         """Memory that others use is not free, whatever the limit; nor is what reservations will still take."""
         device = Device(free=500)
-        catalogue = Catalogue("host-0", 1000, device)
+        catalogue = OnDevice(device)
         assert full(catalogue, 501).free == 500
         catalogue.reserve("a", 300, PEER)
         assert full(catalogue, 201).free == 200

@@ -182,12 +182,30 @@ def _loader(args: argparse.Namespace) -> int:
     return run(device=args.device, model=args.model, channel_fd=args.channel_fd)
 
 
+def _probe_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="weightcached probe", parents=[_common()])
+    parser.add_argument("names", nargs="*", metavar="DEVICE")
+    parser.set_defaults(run=_probe)
+    return parser
+
+
+def _probe(args: argparse.Namespace) -> int:
+    from ..probe import answer
+
+    print(answer(args.names))
+    return 0
+
+
 def _level(args: argparse.Namespace) -> int:
     return logging.DEBUG if args.debug else logging.INFO
 
 
 # Not among the commands of the main parser, which lists those in its messages: nobody types these.
-_ROLES: dict[str, Callable[[], argparse.ArgumentParser]] = {"worker": _worker_parser, "loader": _loader_parser}
+_ROLES: dict[str, Callable[[], argparse.ArgumentParser]] = {
+    "worker": _worker_parser,
+    "loader": _loader_parser,
+    "probe": _probe_parser,
+}
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from pathlib import Path
 from ..errors import LockHeld, RuntimeDirectoryError
 from ..fds import OwnedFd
 
-BACKLOG = 1024  # connections that wait while a worker restarts; the kernel caps it at net.core.somaxconn
+BACKLOG = 4096  # connections that wait while a worker restarts; the kernel caps it at net.core.somaxconn
 TAKE_OVER_SECONDS = 60.0
 _log = logging.getLogger(__name__)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
@@ -29,15 +28,12 @@ class Control:
         self._service = service
         self._server = Server(listener, ops=SERVICE_OPS, device=None, instance=service.instance, handle=self._handle)
         self._subscribers: set[ServerConnection] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         self._server.start()
 
     def stop(self) -> None:
         self._server.stop("the service stops")
-        for task in self._tasks:
-            task.cancel()
 
     def announce(self, event: dict[str, Any]) -> None:
         """Tells every subscriber."""
@@ -54,26 +50,15 @@ class Control:
                 self._service.stop()
                 return {}
             case Evict():
-                self._later(connection, self._evict(request))
+                connection.reply_later(self._evict(request))
             case Subscribe():
                 connection.hold()
                 self._subscribers.add(connection)
                 connection.on_close.append(lambda: self._subscribers.discard(connection))
-                self._later(connection, self._status())
+                connection.reply_later(self._status())
             case Status():
-                self._later(connection, self._status())
+                connection.reply_later(self._status())
         return None
-
-    def _later(self, connection: ServerConnection, answer: Coroutine[Any, Any, dict[str, Any]]) -> None:
-        async def finish() -> None:
-            try:
-                connection.reply(await answer)
-            except WeightCacheError as error:
-                connection.fail(error)
-
-        task = asyncio.create_task(finish())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _status(self) -> dict[str, Any]:
         service = self._service

@@ -65,7 +65,9 @@ class Loads:
             while not self._queue:
                 self._wake.clear()
                 await self._wake.wait()
-            await self._load(self._queue.popleft())
+            model = self._queue.popleft()
+            if model.state == "queued":  # and was not published by somebody else meanwhile
+                await self._load(model)
 
     async def _load(self, model: Model) -> None:
         error: WeightCacheError | None = None
@@ -110,6 +112,8 @@ class LoaderProcess:
             with theirs:
                 arguments = ["loader", self.model.device, self.model.name]
                 self._process = await spawn_role(arguments, {"--channel-fd": theirs.fileno()})
+            if self._called_off:  # while it was being started
+                self._kill()
             job = {
                 "model": self.model.name,
                 "checkpoint": str(self.model.config.checkpoint),

@@ -22,7 +22,7 @@ from typing import Any
 
 from .. import __version__
 from ..config import Config, load_config
-from ..devices import Device, default_devices, find_devices
+from ..devices import Device
 from ..errors import (
     CheckpointChanged,
     CheckpointError,
@@ -34,6 +34,7 @@ from ..errors import (
 )
 from ..fds import raise_descriptor_limit
 from ..paths import control_path, ensure_runtime_dir, lock_path, socket_path
+from ..probe import probe_devices
 from .claim import Claim, Owner
 from .control import Control
 from .loads import Loads
@@ -71,10 +72,8 @@ def serve(config_file: Path, instance: str, take_over: bool = False) -> int:
 
 def devices_of(config: Config) -> list[Device]:
     """The devices that a config names, as they are on this host. `ConfigError` for one that is not here."""
-    if config.devices == "all":
-        return default_devices()
     try:
-        return find_devices(list(config.devices))
+        return probe_devices(None if config.devices == "all" else config.devices)
     except NoSuchDevice as error:
         raise ConfigError(file=str(config.file), problem=f"devices: {error}") from error
 

@@ -66,7 +66,7 @@ class Model:
     def gone(self) -> None:
         """The shard was evicted, or the load called off."""
         if self.state in ("cached", "failed"):
-            self.state = "absent"
+            self.state, self.error = "absent", None
         self.generation = self.nbytes = None
 
     def called_off(self) -> None:

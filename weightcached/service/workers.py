@@ -11,7 +11,7 @@ import subprocess
 import sys
 from typing import Any, Protocol
 
-from ..errors import ProtocolError
+from ..errors import DeviceError, ProtocolError
 from ..fds import FdSet
 from ..wire.framing import decode
 from ..wire.stream import Stream
@@ -21,6 +21,7 @@ from .vault import Vault
 
 RESTART_DELAYS = (0.0, 0.1, 0.5, 2.0, 5.0)  # seconds, one step further for each death within QUICK_DEATH of the start
 QUICK_DEATH = 5.0
+START_TRIES = 4  # of a worker that has never served; one that has is started again for ever
 STOP_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class WorkerProcess:
         self.limit = limit
         self.restarts = 0
         self.serving = asyncio.Event()
+        self._has_served = False
         self._instance = instance
         self._claim = claim
         self._vault = vault
@@ -96,6 +98,7 @@ class WorkerProcess:
             message = decode(data)
             match message:
                 case {"serving": _}:
+                    self._has_served = True
                     self.serving.set()
                 case {"hold": {"model": str(model), "generation": int(generation), "nbytes": int(nbytes)}}:
                     self._vault.hold(self.device, model, generation, nbytes, fds)
@@ -133,6 +136,9 @@ class WorkerProcess:
                     self._channel.close(end)
             self.restarts += 1
             quick_deaths = quick_deaths + 1 if loop.time() - started < QUICK_DEATH else 0
+            if not self._has_served and quick_deaths == START_TRIES:
+                # Nothing is cached here yet, and another try would end the same way.
+                raise DeviceError(device=self.device, problem=f"its worker cannot start ({end}); its log is above")
             delay = RESTART_DELAYS[min(quick_deaths, len(RESTART_DELAYS) - 1)]
             _log.warning(
                 "worker %s ended (%s), its shards are kept here; starting another in %.1f s",
@@ -187,4 +193,9 @@ async def spawn_role(arguments: list[str], fds: dict[str, int]) -> asyncio.subpr
 
 def describe_exit(code: int) -> str:
     """An exit status as a person says it."""
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+    if code >= 0:
+        return f"exit status {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:  # real-time signals have no names
+        return f"signal {-code}"

@@ -26,7 +26,7 @@ from .key import ShardKey
 SCHEMA = 1
 ALIGNMENT = 256  # bytes; a device allocator's usual alignment, enough for every view(dtype) and for TMA
 MAX_SLABS = 252  # one message carries 253 descriptors (SCM_MAX_FD of the kernel), one of them the manifest
-MAX_MANIFEST_BYTES = 256 << 20
+MAX_MANIFEST_BYTES = 32 << 20  # some 350,000 tensors; a worker takes over a second to check so many
 
 
 @dataclass(frozen=True, slots=True)

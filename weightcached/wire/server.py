@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from .. import __version__
@@ -33,7 +33,7 @@ class ServerConnection:
 
     def __init__(self, server: Server, sock: socket.socket, peer: Peer) -> None:
         self.peer = peer
-        self.on_close: list[Callable[[], None]] = []
+        self.on_close: list[Callable[[], object]] = []
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._session = Session(ops=server.ops, device=server.device, version=__version__, now=self._loop.time())
@@ -65,6 +65,21 @@ class ServerConnection:
             self._stream.close_when_sent(str(error))
         else:
             self._answered()
+
+    def reply_later(self, answer: Coroutine[Any, Any, dict[str, Any]]) -> None:
+        """Answers the request in hand with what the coroutine returns or raises; it ends with the connection."""
+
+        async def finish() -> None:
+            try:
+                self.reply(await answer)
+            except WeightCacheError as error:
+                self.fail(error)
+            except Exception:
+                self._stream.close("a defect of this process")
+                raise
+
+        task = self._loop.create_task(finish())
+        self.on_close.append(task.cancel)
 
     def event(self, event: dict[str, Any]) -> None:
         """Something a subscriber or a waiting client wants to know."""

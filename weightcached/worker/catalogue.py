@@ -11,11 +11,9 @@ own descriptors are closed at once, and its bytes count until the last holder's 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..devices import Memory
 from ..errors import DeviceFull, KeyMismatch, ManifestError, ModelInUse, NoSuchModel, ProtocolError
 from ..fds import OwnedFd
 from ..shard.manifest import ManifestHead
@@ -97,12 +95,11 @@ class Reservation:
 
 
 class Catalogue:
-    """The shards of one device. `limit` is the most bytes it may hold; `memory` reads the device's own figures."""
+    """The shards of one device. `limit` is the most bytes it may hold."""
 
-    def __init__(self, device: str, limit: int, memory: Callable[[], Memory]) -> None:
+    def __init__(self, device: str, limit: int) -> None:
         self.device = device
         self.limit = limit
-        self._memory = memory
         self._current: dict[str, Shard] = {}
         self._draining: list[Shard] = []
         self._reservations: list[Reservation] = []
@@ -131,12 +128,15 @@ class Catalogue:
     def find(self, model: str) -> Shard | None:
         return self._current.get(model)
 
-    def reserve(self, model: str, nbytes: int, peer: Peer) -> Reservation:
-        """Admits a publisher, or raises `DeviceFull` with what is needed, what is free and who holds the rest."""
+    def reserve(self, model: str, nbytes: int, peer: Peer, device_free: int) -> Reservation:
+        """Admits a publisher, or raises `DeviceFull` with what is needed, what is free and who holds the rest.
+
+        `device_free`: bytes that nobody uses on the device now, whoever the others are.
+        """
         if nbytes < 0:
             raise ProtocolError(problem=f"a reservation of {nbytes} bytes")
         unallocated = sum(item.nbytes for item in self._reservations)
-        free = min(self.limit - self.held, self._memory().free - unallocated)
+        free = min(self.limit - self.held, device_free - unallocated)
         if nbytes > free:
             raise DeviceFull(
                 device=self.device,

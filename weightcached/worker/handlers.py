@@ -19,6 +19,7 @@ from ..errors import (
     WrongDevice,
 )
 from ..fds import FdSet
+from ..probe import probe_memory
 from ..wire.messages import Attach, Evict, Publish, Request, Reserve, Subscribe
 from ..wire.server import ServerConnection
 from ..wire.validate import parse_manifest
@@ -67,7 +68,8 @@ class Handlers:
                 self._attach(connection, request)
                 return None
             case Reserve():
-                return self._reserve(connection, request)
+                connection.reply_later(self._reserve(connection, request))
+                return None
             case Publish():
                 self._publish(connection, fds)
                 return None
@@ -163,8 +165,9 @@ class Handlers:
         self._catalogue.end_lease(lease)
         self._announce("released", lease.shard)
 
-    def _reserve(self, connection: ServerConnection, request: Reserve) -> dict[str, Any]:
-        reservation = self._catalogue.reserve(request.model, request.nbytes, connection.peer)
+    async def _reserve(self, connection: ServerConnection, request: Reserve) -> dict[str, Any]:
+        memory = await asyncio.to_thread(probe_memory, self._catalogue.device)
+        reservation = self._catalogue.reserve(request.model, request.nbytes, connection.peer, memory.free)
         self._reservations[connection] = reservation
         connection.on_close.append(lambda: self._end_reservation(connection))
         connection.reserved()

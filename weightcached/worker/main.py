@@ -26,7 +26,6 @@ import logging
 import socket
 from typing import Any
 
-from ..devices import device_memory
 from ..errors import ManifestError, ProtocolError
 from ..fds import FdSet, OwnedFd, raise_descriptor_limit
 from ..wire.framing import decode
@@ -59,7 +58,7 @@ class Worker:
     """One device's catalogue behind its socket, and the channel to the service."""
 
     def __init__(self, device: str, instance: str, limit: int, listener: socket.socket) -> None:
-        self._catalogue = Catalogue(device, limit, lambda: device_memory(device))
+        self._catalogue = Catalogue(device, limit)
         self._handlers = Handlers(self._catalogue, instance, self._tell)
         self._server = Server(listener, ops=WORKER_OPS, device=device, instance=instance, handle=self._handlers.handle)
         self._channel: Stream | None = None
