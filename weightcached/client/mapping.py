@@ -86,15 +86,16 @@ def _map_cuda(head: ManifestHead, slabs: Sequence[OwnedFd], lease: Lease, ordina
 
     device = f"cuda:{ordinal}"
     filled = [(fd.fileno(), entry.nbytes) for fd, entry in zip(slabs, head.slabs, strict=True) if entry.nbytes]
-    tensors = [torch.empty(0, dtype=torch.uint8, device=device) for _ in slabs]
-    if not filled:
-        return tensors
-    shard = _CudaShard(CudaMapping.open(ordinal, filled), lease)
-    offsets = iter(shard.mapping.offsets)
-    for index, entry in enumerate(head.slabs):
-        if entry.nbytes:
-            arena = _Arena(shard, shard.mapping.address + next(offsets), entry.nbytes)
-            tensors[index] = _as_tensor(arena, device)
+    shard = _CudaShard(CudaMapping.open(ordinal, filled), lease) if filled else None
+    tensors = []
+    number = 0
+    for entry in head.slabs:
+        if shard is None or not entry.nbytes:
+            tensors.append(torch.empty(0, dtype=torch.uint8, device=device))
+            continue
+        arena = _Arena(shard, shard.mapping.address + shard.mapping.offsets[number], entry.nbytes)
+        tensors.append(_as_tensor(arena, device))
+        number += 1
     return tensors
 
 

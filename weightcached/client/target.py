@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     import torch
 
 
+_CUDA = re.compile(r"cuda(?::(\d+))?")
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A device's name and how torch calls it in this process; `ordinal` is None for host memory."""
@@ -59,7 +62,7 @@ def resolve(device: str | torch.device | None) -> Target:
                 device="no device given", problem="torch sees no CUDA device here; name one, such as device='host-0'"
             )
         text = "cuda"
-    if match := re.fullmatch(r"cuda(?::(\d+))?", text):
+    if match := _CUDA.fullmatch(text):
         ordinal = torch.cuda.current_device() if match[1] is None and visible else int(match[1] or 0)
         if ordinal < len(visible):
             return Target(visible[ordinal], ordinal)
