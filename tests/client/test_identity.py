@@ -16,9 +16,9 @@ from tests.client.handmade import DEVICE, HandMade, RunningWorker, make_shard, r
 from tests.conftest import MakeCheckpoint
 from tests.leaks import NoDescriptorLeaks
 from weightcached import attach
+from weightcached.checkpoint import digest
 from weightcached.checkpoint.digest import digest_checkpoint
 from weightcached.checkpoint.fileset import open_checkpoint
-from weightcached.client import identity
 from weightcached.errors import CheckpointError, KeyMismatch, NoSuchModel, TimedOut
 
 
@@ -49,7 +49,7 @@ def no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(checkpoint: Any) -> Any:
         raise AssertionError("the checkpoint was read")
 
-    monkeypatch.setattr(identity, "digest_checkpoint", refuse)
+    monkeypatch.setattr(digest, "digest_checkpoint", refuse)
 
 
 @pytest.mark.usefixtures("no_digest")
@@ -180,13 +180,13 @@ def test_a_digest_does_not_use_up_the_time(
     """A digest that takes longer than the timeout still ends in an attach."""
     worker.publish(shard_of(folder))
     shutil.copytree(folder, tmp_path / "copy")
-    real = identity.digest_checkpoint
+    real = digest.digest_checkpoint
 
     def slow(checkpoint: Any) -> Any:
         threading.Event().wait(1.2)
         return real(checkpoint)
 
-    monkeypatch.setattr(identity, "digest_checkpoint", slow)
+    monkeypatch.setattr(digest, "digest_checkpoint", slow)
     with attach(checkpoint=tmp_path / "copy", device=DEVICE, timeout=1.0) as weights:
         assert weights["w"].tolist() == [1.0] * 4
 

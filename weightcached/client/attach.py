@@ -6,9 +6,8 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..errors import ConnectionLost, ManifestError, ServiceNotRunning, TimedOut, WrongDevice
 from ..fds import FdSet
@@ -186,8 +185,7 @@ class Weights(Mapping[str, "torch.Tensor"]):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
+class _Request(NamedTuple):
     """What one call of `attach` asks for, whichever attempt serves it."""
 
     model: str | None

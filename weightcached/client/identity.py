@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..checkpoint.digest import digest_checkpoint
-from ..checkpoint.fileset import Checkpoint, open_checkpoint
 from ..errors import NoSuchModel
 from ..shard.manifest import SourceFile
 from ..wire.connection import Connection
 from ..wire.messages import Status, Subscribe
 
+if TYPE_CHECKING:
+    from ..checkpoint.fileset import Checkpoint
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+
+class Wanted(NamedTuple):
     """What a caller asks for: a checkpoint, perhaps under a name, perhaps with fields of its key."""
 
     checkpoint: Path
@@ -25,8 +24,7 @@ class Wanted:
     key: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """A cached model with the checkpoint's bytes, whose digest `content` is. `digesting` took so many seconds."""
 
     model: str
@@ -41,6 +39,8 @@ def find_checkpoint(wanted: Wanted, socket: Path, device: str, end: float, *, wa
     `NoSuchModel` (`TimedOut` with `wait`) if there is none, `CheckpointError` for a checkpoint that cannot be read, and
     what `Connection` raises.
     """
+    from ..checkpoint.fileset import open_checkpoint
+
     with open_checkpoint(wanted.checkpoint) as checkpoint:
         disk = _OnDisk(checkpoint)
         with Connection.open(socket, device=device, timeout=_left(end)) as connection:
@@ -82,6 +82,8 @@ class _OnDisk:
     def _digest(self) -> str:
         if self._content is None:
             start = time.monotonic()
+            from ..checkpoint.digest import digest_checkpoint
+
             self._content, _ = digest_checkpoint(self._checkpoint)
             self.digesting = time.monotonic() - start
         return self._content

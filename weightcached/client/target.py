@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..devices import is_device_name, is_host
 from ..errors import DeviceError, MissingDependency, NoSuchDevice
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
 _CUDA = re.compile(r"cuda(?::(\d+))?")
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """A device's name and how torch calls it in this process; `ordinal` is None for host memory."""
 
     name: str

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import PeerRefused
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
+class Peer(NamedTuple):
     """The process that connected (or listened): its pid, its uid, and its command name where /proc tells it."""
 
     pid: int
