@@ -112,6 +112,7 @@ def test_exit_codes_are_the_published_ones() -> None:
         "no-such-device": 4,
         "wrong-device": 4,
         "no-such-model": 4,
+        "model-not-loaded": 4,
         "model-in-use": 5,
         "lock-held": 75,
         "bad-config": 78,

@@ -147,7 +147,10 @@ class ModelConfig(BaseModel):
     checkpoint: Annotated[Path, PlainValidator(_checkpoint_path), WithJsonSchema({"type": "string"})] = Field(
         description="A folder with *.safetensors files, or one such file; absolute, ~ is the home directory."
     )
-    preload: StrictBool = Field(True, description="Load it when the service starts; false: when it is asked for.")
+    preload: StrictBool = Field(
+        True,
+        description="Load it when the service starts; false: when `weightcachectl load` or a client that waits asks.",
+    )
     devices: _ModelDevices | None = Field(
         None, description="The device it goes to, one in this version; left out: the service's first device."
     )

@@ -19,12 +19,12 @@
     │   └── VersionMismatch
     ├── ModelError                what was asked of a model
     │   ├── NoSuchModel
+    │   │   └── ModelNotLoaded    configured, but not asked for yet
     │   ├── ModelLoading
     │   ├── ModelFailed           its last load failed
     │   ├── KeyMismatch           cached, but not what was asked for
     │   ├── ModelInUse
     │   └── LoadFailed            raised by the loader, carries the reason
-    ├── LoadCancelled             a load that was told to stop
     ├── ManifestError             a manifest that does not fit its slabs
     ├── EngineError               an engine adapter that cannot take the weights
     └── MissingDependency         an optional package that is not installed
@@ -203,6 +203,16 @@ class NoSuchModel(ModelError):
     sentence = "no model {model} on {device}; there: {known}"
 
 
+class ModelNotLoaded(NoSuchModel):
+    """Fields: model, device."""
+
+    code = "model-not-loaded"
+    sentence = (
+        "{model} is configured for {device} but not loaded; "
+        "attach with on_miss='wait', or load it: weightcachectl load {model}"
+    )
+
+
 class ModelLoading(ModelError):
     """Fields: model, device, progress (0..1)."""
 
@@ -227,7 +237,7 @@ class KeyMismatch(ModelError):
 
 
 class ModelInUse(ModelError):
-    """Fields: model, device, holders (strings "pid 42 (python), 90000000 bytes")."""
+    """Fields: model, device, holders (strings "pid 42 (python)")."""
 
     code = "model-in-use"
     exit_code = 5
@@ -239,13 +249,6 @@ class LoadFailed(ModelError):
 
     code = "load-failed"
     sentence = "loading {model} to {device} failed: {reason}"
-
-
-class LoadCancelled(WeightCacheError):
-    """Fields: done, total (bytes)."""
-
-    code = "load-cancelled"
-    sentence = "the load was cancelled after {done} of {total} bytes"
 
 
 class ManifestError(WeightCacheError):

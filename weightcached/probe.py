@@ -6,6 +6,7 @@ with its GPU. The service and its workers live for weeks and must do neither: ``
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -27,20 +28,33 @@ def probe_devices(names: Sequence[str] | None) -> list[Device]:
         return find_devices(list(names))
     command = [sys.executable, "-m", "weightcached", "probe", *(names or ())]
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_SECONDS, check=False
-        )
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    except OSError as error:
+        raise DeviceError(device="NVML", problem=f"could not be asked: {error.strerror}") from error
+    try:
+        output, stderr = child.communicate(timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:
+        _give_up(child)
         problem = f"does not answer within {PROBE_SECONDS:.0f} s; try nvidia-smi"
         raise DeviceError(device="NVML", problem=problem) from None
     try:
-        answer = json.loads(done.stdout)
+        answer = json.loads(output)
     except ValueError:
-        words = done.stderr.decode(errors="replace").strip() or f"exit status {done.returncode}"
+        words = stderr.decode(errors="replace").strip() or f"exit status {child.returncode}"
         raise DeviceError(device="NVML", problem=f"could not be asked: {words}") from None
     if "error" in answer:
         raise from_wire(answer["error"])
     return [Device(**{**item, "memory": Memory(**item["memory"])}) for item in answer["devices"]]
+
+
+def _give_up(child: subprocess.Popen[bytes]) -> None:
+    """Kills the child, and does not wait for long: one that hangs inside the driver cannot be killed (state D)."""
+    child.kill()
+    for stream in (child.stdout, child.stderr):
+        if stream is not None:
+            stream.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(timeout=1.0)
 
 
 def probe_memory(name: str) -> Memory:

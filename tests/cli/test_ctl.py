@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,9 +14,10 @@ import pytest
 
 from tests.conftest import MakeCheckpoint
 from tests.running import RunningService
+from tests.wire.serving import serving
 from weightcached.paths import socket_path
 from weightcached.wire.connection import Connection
-from weightcached.wire.messages import Attach
+from weightcached.wire.messages import SERVICE_OPS, Attach
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,14 +107,27 @@ def test_unknown_names_are_exit_code_4(start: Callable[..., RunningService], con
 
 
 def test_several_services_need_a_choice(start: Callable[..., RunningService], config: str, runtime_dir: Path) -> None:
-    """With two control sockets, `load` asks for --instance and names both; with it, it works."""
+    """With two services, `load` asks for --instance; with it, it works."""
     service = start(config)
-    (runtime_dir / "other.control.sock").touch()
-    done = ctl("load", "small")
-    assert done.returncode == 1
-    assert "--instance: other, test" in done.stderr
-    assert ctl("load", "small", "--instance", "test").returncode == 0
-    (runtime_dir / "other.control.sock").unlink()
+    with serving(runtime_dir / "other.control.sock", ops=SERVICE_OPS, device=None):
+        done = ctl("load", "small")
+        assert done.returncode == 1
+        assert "several services run here; choose one with --instance" in done.stderr
+        assert ctl("load", "small", "--instance", "test").returncode == 0
+    service.stop()
+
+
+def test_a_dead_services_socket_hides_nobody(
+    start: Callable[..., RunningService], config: str, runtime_dir: Path
+) -> None:
+    """The file that a killed service left is passed over, unless it is the one that is asked for."""
+    service = start(config)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+        dead.bind(str(runtime_dir / "dead.control.sock"))
+    assert "small" in service.ctl("status")
+    assert "already" in service.ctl("load", "small")
+    assert ctl("status", "--instance", "dead").returncode == 3
+    (runtime_dir / "dead.control.sock").unlink()
     service.stop()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from tests.fake_cuda import FakeDriver, Gpu, Status
 from tests.leaks import NoDescriptorLeaks
 from weightcached.checkpoint.digest import BLOCK_BYTES
 from weightcached.checkpoint.fileset import open_checkpoint
-from weightcached.errors import CheckpointChanged, DeviceError, LoadCancelled
+from weightcached.errors import CheckpointChanged, DeviceError
 from weightcached.fds import OwnedFd
 from weightcached.loader.cuda_sink import BUFFERS, CudaSink
 from weightcached.loader.pipeline import LoadResult, run
@@ -217,14 +216,6 @@ def test_every_call_that_fails_ends_the_load_and_leaves_nothing(
                 for left in (fake.pinned, fake.streams, fake.events, fake._stack()):
                     left.clear()
             assert fake.live() == {}, f"left behind after {name} failed"
-
-
-def test_a_cancelled_load_leaves_nothing(big: Path, fake: FakeDriver) -> None:
-    """A load that is told to stop frees all that it took."""
-    cancelled = threading.Event()
-    with pytest.raises(LoadCancelled):
-        load(big, lambda fd, n: b"", threads=2, progress=lambda done: cancelled.set(), cancelled=cancelled)
-    assert fake.live() == {}
 
 
 @pytest.mark.parametrize(("threads", "buffers"), [(1, BUFFERS), (2, BUFFERS), (5, 3), (14, 1)])

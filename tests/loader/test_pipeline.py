@@ -20,7 +20,7 @@ import pytest
 from tests.leaks import NoDescriptorLeaks
 from weightcached.checkpoint.digest import BLOCK_BYTES, FileDigest, block_digest, checkpoint_digest, digest_checkpoint
 from weightcached.checkpoint.fileset import open_checkpoint
-from weightcached.errors import CheckpointChanged, CheckpointError, LoadCancelled
+from weightcached.errors import CheckpointChanged, CheckpointError
 from weightcached.loader import pipeline
 from weightcached.loader.pipeline import LoadResult, run, thread_count
 from weightcached.loader.plan import LoadPlan, plan_load
@@ -300,14 +300,6 @@ def test_the_first_error_stops_the_other_threads(big: Path, monkeypatch: pytest.
     with pytest.raises(CheckpointError, match="planted"):
         load(big, threads=3)
     assert len(reads) == 3, "one read per thread, of a file of more blocks than that"
-
-
-def test_a_cancelled_load_stops(big: Path) -> None:
-    """Setting the event ends the load with its own error, which says how far it came."""
-    cancelled = threading.Event()
-    with pytest.raises(LoadCancelled) as caught:
-        load(big, threads=2, progress=at_half(big, cancelled.set), cancelled=cancelled)
-    assert 0 < caught.value.done < caught.value.total == big.stat().st_size
 
 
 def test_an_error_of_the_progress_callback_ends_the_load(big: Path) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import MakeCheckpoint
 from tests.running import process_of_role, wait_for_end
 from tests.service.conftest import HOST, StartService, attach, generation, model
-from weightcached.errors import ModelFailed, ModelLoading, NoSuchModel
+from weightcached.config import ModelConfig
+from weightcached.errors import ModelFailed, ModelLoading, NoSuchModel, RuntimeDirectoryError
+from weightcached.service import loads
+from weightcached.service.models import Model
 
 
 def test_a_model_without_preload_loads_when_a_client_waits_for_it(
@@ -64,3 +70,67 @@ def test_a_killed_loader_is_a_failed_model(start_service: StartService, checkpoi
     service.ctl("wait", "first", "--timeout", "30")
     assert service.status()["devices"][0]["reservations"] == []
     service.stop()
+
+
+def test_an_eviction_calls_a_load_off(start_service: StartService, checkpoint: Path) -> None:
+    """Evicting a model that is being loaded ends its loader, says so, and is not an error."""
+    service = start_service('ready = "listening"\n' + HOST + model("small", checkpoint))
+    loader = process_of_role(service, "loader")
+    os.kill(loader, signal.SIGSTOP)
+    service.ready()
+    assert "called off" in service.ctl("evict", "small")
+    wait_for_end(loader)
+    assert service.model("small")["state"] == "absent"
+    service.ctl("load", "small")
+    service.ctl("wait", "small", "--timeout", "30")
+    service.stop()
+
+
+def test_a_refused_eviction_leaves_the_load_alone(
+    start_service: StartService, tmp_path: Path, make_checkpoint: MakeCheckpoint
+) -> None:
+    """While a used model is loaded again, an eviction is refused and the load goes on."""
+    path = make_checkpoint(tmp_path / "w.safetensors", {"a": ("U8", (4096,), b"1" * 4096)})
+    service = start_service(HOST + model("w", path)).ready()
+    holder, held = attach("w")
+    make_checkpoint(path, {"a": ("U8", (4096,), b"2" * 4096)})
+    service.ctl("reload")
+    loader = process_of_role(service, "loader")
+    os.kill(loader, signal.SIGSTOP)
+    service.ctl("evict", "w", code=5)
+    os.kill(loader, signal.SIGCONT)
+    service.ctl("wait", "w", "--timeout", "30")
+    assert service.model("w")["generation"] == 2
+    held.close()
+    holder.close()
+    service.stop()
+
+
+def test_a_loader_that_cannot_be_started_is_a_failed_model(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Path, runtime_dir: Path
+) -> None:
+    """No process or descriptor to be had, or a socket directory not to be trusted: the model fails, nothing else."""
+    failures: list[Exception] = [
+        OSError(errno.EAGAIN, "Resource temporarily unavailable"),
+        RuntimeDirectoryError(path="/x", problem="open to others"),
+    ]
+
+    async def spawn(arguments: list[str], fds: dict[str, int]) -> asyncio.subprocess.Process:
+        raise failures.pop(0)
+
+    monkeypatch.setattr(loads, "spawn_role", spawn)
+
+    async def main() -> None:
+        models = [Model(ModelConfig(name=name, checkpoint=str(checkpoint)), "host-0") for name in ("a", "b")]
+        ended = asyncio.Event()
+        queue = loads.Loads(lambda model: ended.set() if models[1].state == "failed" else None)
+        task = asyncio.create_task(queue.run())
+        for item in models:
+            queue.add(item)
+        await asyncio.wait_for(ended.wait(), 10)
+        assert not task.done()
+        task.cancel()
+        assert "cannot be started: Resource temporarily unavailable" in str(models[0].error)
+        assert "open to others" in str(models[1].error)
+
+    asyncio.run(main())

@@ -24,7 +24,7 @@ from weightcached.wire.messages import (
     Subscribe,
     request_to_json,
 )
-from weightcached.wire.protocol import HELLO_SECONDS, IDLE_SECONDS, RESERVED_SECONDS, Session, State
+from weightcached.wire.protocol import HELLO_SECONDS, IDLE_SECONDS, Session, State
 
 START = 1000.0
 REQUESTS: dict[str, Request] = {
@@ -153,13 +153,13 @@ def test_a_service_takes_its_own_operations(op: str) -> None:
         (State.NEW, HELLO_SECONDS),
         (State.OPEN, IDLE_SECONDS),
         (State.BUSY, None),
-        (State.RESERVED, RESERVED_SECONDS),
+        (State.RESERVED, None),
         (State.HOLDING, None),
         (State.CLOSED, None),
     ],
 )
 def test_each_state_has_its_deadline(state: State, limit: float | None) -> None:
-    """A peer that owes a message has a deadline; one that waits for this side, or holds a lease, has none."""
+    """A peer that owes a message has a deadline; one that waits, holds a lease or loads into reserved room has none."""
     assert in_state(state).deadline == (None if limit is None else START + limit)
 
 

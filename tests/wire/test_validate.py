@@ -185,6 +185,7 @@ def test_a_publishers_manifest_is_read_back(descriptors: NoDescriptorLeaks) -> N
         (lambda head, table: head["slabs"][0].update(nbytes=-1), "slab of negative length"),
         (lambda head, table: head["slabs"].extend([{"nbytes": 1}] * 251), "253 slabs, at most 252"),
         (lambda head, table: head["slabs"][1].update(offset=0), "slabs.1.offset: Unexpected keyword"),
+        (lambda head, table: head["key"].update(format_version=2), "slab format 2, this version reads 1"),
         (lambda head, table: head["key"].update(color="red"), "key.color: Unexpected keyword"),
         (lambda head, table: head["key"].update(tensor_parallel_size="2"), "key.tensor_parallel_size: "),
         (lambda head, table: head["key"].update(layers=[1]), "key.layers.1: Field required"),

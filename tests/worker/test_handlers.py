@@ -199,7 +199,7 @@ class TestWaiting:
         """The service hears of a client that waits for a model which it could load; not of one that does not wait."""
         worker.tell({"models": {"lazy": {"state": "absent", "progress": 0.0, "reason": None}}})
         with worker.client() as client:
-            assert client.refused({"op": "attach", "model": "lazy"})["code"] == "no-such-model"
+            assert client.refused({"op": "attach", "model": "lazy"})["code"] == "model-not-loaded"
             client.send({"op": "attach", "model": "lazy", "wait": 30})
             assert worker.heard() == {"wanted": {"model": "lazy"}}
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from .. import __version__
-from ..errors import ModelFailed, NoSuchModel, ServiceNotRunning, TimedOut, WeightCacheError, from_wire
+from ..errors import ModelError, ModelFailed, NoSuchModel, ServiceNotRunning, TimedOut, WeightCacheError, from_wire
 from ..paths import control_path, control_paths, runtime_dir
 from ..text import printable
 from ..wire.connection import Connection
 from ..wire.messages import Evict, Load, Reload, Request, Status, Subscribe
-from .output import human_bytes, print_json, print_table
+from .output import emit, human_bytes, print_json, print_table
 
 EPILOG = """\
 exit codes:
@@ -47,10 +47,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"weightcachectl {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def command(name: str, run: Any, text: str, *, model: str | None = None) -> argparse.ArgumentParser:
+    def command(
+        name: str, run: Any, text: str, *, model: Literal["none", "required", "optional"] = "none"
+    ) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text.capitalize() + ".")
-        if model is not None:
-            sub.add_argument("model", metavar="NAME", nargs=model or None, help="a model's name in the config")
+        if model != "none":
+            sub.add_argument("model", metavar="NAME", nargs="?" if model == "optional" else None, help="a model's name")
         sub.add_argument(
             "--instance", metavar="NAME", help="the service weightcached@NAME (default: all, or the only one)"
         )
@@ -59,12 +61,12 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     command("status", _status, "services, devices, models and who uses them")
-    command("list", _list, "the cached models, a line each")
-    command("load", _load, "load a configured model", model="")
-    evict = command("evict", _evict, "drop a model's cached weights", model="")
-    evict.add_argument("--device", metavar="UUID", help="on this device only")
+    command("list", _list, "what is in memory, a line each")
+    command("load", _load, "load a configured model", model="required")
+    evict = command("evict", _evict, "drop a model's cached weights", model="required")
+    evict.add_argument("--device", metavar="DEVICE", help="on this device only")
     evict.add_argument("--force", action="store_true", help="also if clients use it; memory returns when they end")
-    wait = command("wait", _wait, "wait until a model, or every model to preload, is served", model="?")
+    wait = command("wait", _wait, "wait until a model, or every model to preload, is served", model="optional")
     wait.add_argument("--timeout", type=float, metavar="S", help="seconds (default: no limit)")
     command("reload", _reload, "read the config file again and load what is new or changed")
     return parser
@@ -78,9 +80,9 @@ def _status(args: argparse.Namespace) -> int:
     for service in services:
         state = "ready" if service["ready"] else "starting"
         name = f"weightcached@{service['instance']} {service['version']}"
-        print(f"{name}, pid {service['pid']}, {state}, {service['config']}")
+        emit(f"{name}, pid {service['pid']}, {state}, {service['config']}")
         for device in service["devices"]:
-            print(_device_line(device))
+            emit(_device_line(device))
         print_table(
             ["MODEL", "DEVICE", "STATE", "SIZE", "GEN", "USED BY"],
             _model_rows(service),
@@ -88,7 +90,7 @@ def _status(args: argparse.Namespace) -> int:
         )
         for model in service["models"]:
             if model["error"]:
-                print(f"{model['model']}: {from_wire(model['error'])}")
+                emit(f"{model['model']}: {from_wire(model['error'])}")
     return 0
 
 
@@ -146,11 +148,12 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"schema": 1, "shards": shards})
     else:
-        columns = ["MODEL", "DEVICE", "SIZE", "TENSORS", "DTYPE", "CONTENT"]
+        columns = ["MODEL", "DEVICE", "STATE", "SIZE", "TENSORS", "DTYPE", "CONTENT"]
         rows = [
             [
                 shard["model"],
                 shard["device"],
+                shard["state"],
                 human_bytes(shard["nbytes"]),
                 str(shard["tensors"]),
                 shard["key"]["dtype"] or "-",
@@ -167,9 +170,9 @@ def _load(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"schema": 1, **answer})
     elif answer["state"] == "cached":
-        print(f"{args.model} is cached on {answer['device']} already")
+        emit(f"{args.model} is cached on {answer['device']} already")
     else:
-        print(f"{args.model} is {answer['state']} on {answer['device']}; follow it: weightcachectl wait {args.model}")
+        emit(f"{args.model} is {answer['state']} on {answer['device']}; follow it: weightcachectl wait {args.model}")
     return 0
 
 
@@ -178,11 +181,13 @@ def _evict(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"schema": 1, **answer})
         return 0
+    if answer["called_off"]:
+        emit(f"the load of {args.model} is called off")
     for item in answer["evicted"]:
-        print(f"evicted {item['model']} from {item['device']}: {human_bytes(item['nbytes'])}")
+        emit(f"evicted {item['model']} from {item['device']}: {human_bytes(item['nbytes'])}")
         if item["draining"]:
             holders = ", ".join(f"{lease['pid']} ({lease['command']})" for lease in item["draining"])
-            print(f"its memory returns when its holders end: {holders}")
+            emit(f"its memory returns when its holders end: {holders}")
     return 0
 
 
@@ -210,9 +215,13 @@ def _wait(args: argparse.Namespace) -> int:
 
 
 def _is_there(model: dict[str, Any]) -> bool:
-    if model["error"] is not None:
-        raise ModelFailed(model=model["model"], device=model["device"], reason=str(from_wire(model["error"])))
-    return bool(model["state"] == "cached")
+    if model["error"] is None:
+        return bool(model["state"] == "cached")
+    reason = str(from_wire(model["error"]))
+    if model["state"] == "cached":
+        problem = f"its last load failed, generation {model['generation']} is still served: {reason}"
+        raise ModelError(model=model["model"], problem=problem)
+    raise ModelFailed(model=model["model"], device=model["device"], reason=reason)
 
 
 def _reload(args: argparse.Namespace) -> int:
@@ -220,22 +229,22 @@ def _reload(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"schema": 1, **answer})
         return 0
-    print(f"loading: {', '.join(answer['loading']) or 'nothing'}")
-    if answer["forgotten"]:
-        print(f"no longer configured, still cached: {', '.join(answer['forgotten'])}; evict what is not needed")
+    emit(f"loading: {', '.join(answer['loading']) or 'nothing'}")
+    for item in answer["left"]:
+        emit(f"not configured any more, still cached: weightcachectl evict {item['model']} --device {item['device']}")
     if answer["restart"]:
-        print(f"changed, takes effect at the next restart: {', '.join(answer['restart'])}")
+        emit(f"changed, takes effect at the next restart: {', '.join(answer['restart'])}")
     return 0
 
 
 def _all_statuses(args: argparse.Namespace) -> list[dict[str, Any]]:
-    statuses = []
-    for path in _paths(args):
-        with Connection.open(path, client="weightcachectl") as service:
+    with contextlib.ExitStack() as stack:
+        statuses = []
+        for service in _services(args, stack):
             status, fds = service.request(Status(), timeout=30.0)
             fds.close()
             statuses.append(status)
-    return statuses
+        return statuses
 
 
 def _ask(args: argparse.Namespace, request: Request, timeout: float = 10.0) -> dict[str, Any]:
@@ -246,21 +255,30 @@ def _ask(args: argparse.Namespace, request: Request, timeout: float = 10.0) -> d
 
 
 def _connect(args: argparse.Namespace) -> Connection:
-    paths = _paths(args)
-    if len(paths) > 1:
-        names = ", ".join(path.name.removesuffix(".control.sock") for path in paths)
-        raise WeightCacheError(problem=f"several services run here; choose one with --instance: {names}")
-    return Connection.open(paths[0], client="weightcachectl")
+    """The one service that is meant. The caller closes the connection."""
+    with contextlib.ExitStack() as stack:
+        services = _services(args, stack)
+        if len(services) > 1:
+            names = ", ".join(str(service.greeting.get("instance")) for service in services)
+            raise WeightCacheError(problem=f"several services run here; choose one with --instance: {names}")
+        stack.pop_all()
+        return services[0]
 
 
-def _paths(args: argparse.Namespace) -> list[Path]:
-    """The control sockets to ask. `ServiceNotRunning` when there is none."""
+def _services(args: argparse.Namespace, stack: contextlib.ExitStack) -> list[Connection]:
+    """The running services that are meant. `ServiceNotRunning` when there is none.
+
+    A service that was killed leaves its socket file, which says nothing about the others.
+    """
     if args.instance:
-        return [control_path(args.instance)]
-    paths = control_paths()
-    if not paths:
+        return [stack.enter_context(Connection.open(control_path(args.instance), client="weightcachectl"))]
+    services = []
+    for path in control_paths():
+        with contextlib.suppress(ServiceNotRunning):
+            services.append(stack.enter_context(Connection.open(path, client="weightcachectl")))
+    if not services:
         raise ServiceNotRunning(path=str(runtime_dir()))
-    return paths
+    return services
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import NoSuchModel
-from ..shard.manifest import SourceFile
+from ..shard.manifest import SourceFile, known_fields
 from ..wire.connection import Connection
 from ..wire.messages import Status, Subscribe
 
@@ -69,7 +69,7 @@ class _OnDisk:
         """Model and content of the first shard whose files are these files, else of the first with their content."""
         sizes = []
         for shard in shards:
-            files = _by_name(SourceFile(**file) for file in shard["files"])
+            files = _by_name(SourceFile(**known_fields(SourceFile, file)) for file in shard["files"])
             if [file.stat for file in files] == [file.stat for file in self._files]:
                 return shard["model"], shard["key"]["content"]
             if [file.size for file in files] == [file.size for file in self._files]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..checkpoint.digest import BLOCK_BYTES, FileDigest, block_digest, checkpoint_digest
-from ..errors import CheckpointChanged, CheckpointError, LoadCancelled
+from ..errors import CheckpointChanged, CheckpointError
 from ..shard.manifest import SourceFile
 from .plan import LoadPlan, Task
 from .sink import Sink, Writer
@@ -45,17 +45,16 @@ def run(
     *,
     threads: int | None = None,
     progress: Callable[[int], None] = lambda done: None,
-    cancelled: threading.Event | None = None,
 ) -> LoadResult:
     """Fills the sink's slab by the plan; returns when every byte is there and the files are still what they were.
 
     `progress` gets the bytes done so far, after each block, from one thread at a time; what it raises ends the load.
     The sink is closed on return, in success and on error; the slab stays the caller's. The first error of any thread
     stops the others and is raised once all have ended: `CheckpointChanged` when a file shrank, vanished or was written,
-    `CheckpointError` when it cannot be read, `DeviceError` from the sink, `LoadCancelled` when `cancelled` was set.
+    `CheckpointError` when it cannot be read, `DeviceError` from the sink.
     """
     started = time.monotonic()
-    load = _Load(plan, checkpoint, sink, progress, cancelled)
+    load = _Load(plan, checkpoint, sink, progress)
     with closing(sink):
         count = thread_count(plan, threads)
         sink.start(count, sum(len(task.reads) for task in plan.tasks))
@@ -88,15 +87,12 @@ class _Load:
         checkpoint: Checkpoint,
         sink: Sink,
         progress: Callable[[int], None],
-        cancelled: threading.Event | None,
     ) -> None:
         self.digests = [FileDigest(file.source.size) for file in checkpoint.files]
         self.done = 0
         self._files = [(file.fd.fileno(), str(checkpoint.folder / file.name)) for file in checkpoint.files]
-        self._total = plan.file_bytes
         self._sink = sink
         self._progress = progress
-        self._cancelled = cancelled
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
@@ -118,8 +114,6 @@ class _Load:
         unlisted = memoryview(bytearray(BLOCK_BYTES))
         with self._sink.writer() as writer:
             while not self._stop.is_set():
-                if self._cancelled is not None and self._cancelled.is_set():
-                    raise LoadCancelled(done=self.done, total=self._total)
                 try:
                     task = self._tasks.get_nowait()
                 except queue.Empty:

@@ -27,6 +27,7 @@ from ..checkpoint.fileset import Checkpoint, open_checkpoint
 from ..devices import is_host
 from ..errors import ConnectionLost, ProtocolError, WeightCacheError, to_wire
 from ..fds import OwnedFd, raise_descriptor_limit
+from ..probe import PROBE_SECONDS
 from ..shard.host import HostSlab
 from ..shard.key import ShardKey
 from ..shard.manifest import ManifestHead, SlabEntry, TensorTable, write_manifest
@@ -112,7 +113,7 @@ def load(job: Job, report: Report) -> None:
         plan = plan_load(checkpoint)
         report.send("plan", {"nbytes": plan.nbytes, "bytes_to_read": checkpoint.nbytes, "tensors": len(plan.entries)})
         with Connection.open(Path(job.socket), device=job.device, client="loader") as worker:
-            reply, fds = worker.request(Reserve(model=job.model, nbytes=plan.nbytes))
+            reply, fds = worker.request(Reserve(model=job.model, nbytes=plan.nbytes), timeout=PROBE_SECONDS + 10)
             fds.close()
             slab, result = _fill(job, plan, checkpoint, report)
             with slab:

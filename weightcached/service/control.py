@@ -8,7 +8,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..errors import NoSuchModel, WeightCacheError
+from ..errors import NoSuchDevice, NoSuchModel, WeightCacheError
 from ..fds import FdSet
 from ..paths import socket_path
 from ..wire.connection import Connection
@@ -45,7 +45,7 @@ class Control:
             case Load():
                 return self._service.load(request.model).describe()
             case Reload():
-                return self._service.reload()
+                connection.reply_later(self._service.reload())
             case Stop():
                 self._service.stop()
                 return {}
@@ -86,29 +86,35 @@ class Control:
         return {**common, **answer}
 
     async def _evict(self, request: Evict) -> dict[str, Any]:
-        """Evicts on one device or on all; on each the worker decides, and the vault's copies go with its word."""
+        """Evicts on one device or on all. The workers decide; only then is a load of the model called off."""
         service = self._service
         names = [request.device] if request.device else [device.name for device in service.devices]
+        if names[0] not in service.workers:
+            raise NoSuchDevice(device=names[0], known=sorted(service.workers))
+        evicted = await self._evict_on(names, request)
         model = service.models.get(request.model)
-        if model is not None and model.device in names:
+        called_off = model is not None and model.device in names and model.state in ("queued", "loading")
+        if called_off and model is not None:
             await service.loads.call_off(model)
-        evicted = []
-        for name in names:
-            if name not in service.workers:
-                raise NoSuchModel(model=request.model, device=name, known=sorted(service.workers))
-            try:
-                answer = await _ask(name, Evict(model=request.model, force=request.force))
-            except NoSuchModel:
-                continue
-            service.vault.drop(name, request.model, answer["generation"])
-            evicted.append({"device": name, **answer})
-        if not evicted:
+            evicted += await self._evict_on(names, request)  # it may have been published in the meantime
+        if not evicted and not called_off:
             raise NoSuchModel(
                 model=request.model,
                 device=request.device or f"weightcached@{service.instance}",
                 known=sorted({shard.model for name in names for shard in service.vault.of_device(name)}),
             )
-        return {"evicted": evicted}
+        return {"evicted": evicted, "called_off": called_off}
+
+    async def _evict_on(self, devices: list[str], request: Evict) -> list[dict[str, Any]]:
+        evicted = []
+        for device in devices:
+            try:
+                answer = await _ask(device, Evict(model=request.model, force=request.force))
+            except NoSuchModel:
+                continue
+            self._service.vault.drop(device, request.model, answer["generation"])
+            evicted.append({"device": device, **answer})
+        return evicted
 
 
 async def _ask(device: str, request: Request) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import ConnectionFailed, LoadFailed, ProtocolError, WeightCacheError, from_wire
+from ..errors import ConnectionLost, LoadFailed, ProtocolError, ServiceNotRunning, WeightCacheError, from_wire
 from ..fds import FdSet
 from ..paths import socket_path
 from ..wire.framing import decode
@@ -35,6 +35,7 @@ class Loads:
         self._changed = changed
         self._queue: collections.deque[Model] = collections.deque()
         self._current: LoaderProcess | None = None
+        self._again: Model | None = None
         self._wake = asyncio.Event()
 
     @property
@@ -42,8 +43,16 @@ class Loads:
         return self._current is None and not self._queue
 
     def add(self, model: Model) -> None:
-        """Queues a model. Does nothing if it is queued or loading already."""
-        if model.state in ("queued", "loading"):
+        """Queues a model. Does nothing if it is queued already, or loading from the checkpoint that its config names.
+
+        A load from another checkpoint, which the config named before, is called off and begun anew.
+        """
+        if model.state == "queued":
+            return
+        if model.state == "loading":
+            if self._current is not None and self._current.checkpoint != model.config.checkpoint:
+                self._current.call_off()
+                self._again = model
             return
         model.queue()
         self._queue.append(model)
@@ -57,6 +66,7 @@ class Loads:
             model.called_off()
             self._changed(model)
         elif self._current is not None and self._current.model is model:
+            self._again = None
             await self._current.end()
 
     async def run(self) -> None:
@@ -77,9 +87,14 @@ class Loads:
             self._current = LoaderProcess(model, self._changed)
             try:
                 error = await self._current.run()
+            except OSError as failure:  # no descriptor or no process to be had: what is cached must outlive that
+                problem = f"its loader cannot be started: {failure.strerror}"
+                error = LoadFailed(model=model.name, device=model.device, reason=problem)
+            except WeightCacheError as failure:  # such as a socket directory that is no longer to be trusted
+                error = failure
             finally:
                 self._current = None
-            if error is None or not isinstance(error, ConnectionFailed) or attempt == TRIES:
+            if not isinstance(error, ConnectionLost | ServiceNotRunning) or attempt == TRIES:
                 break
             _log.warning("%s: %s; loading it again", model.name, error)
         if error is not None:
@@ -89,6 +104,9 @@ class Loads:
             # Published models were marked by the worker's word; what is left here was called off.
             model.called_off()
         self._changed(model)
+        if self._again is model:
+            self._again = None
+            self.add(model)
 
 
 class LoaderProcess:
@@ -96,6 +114,7 @@ class LoaderProcess:
 
     def __init__(self, model: Model, changed: Callable[[Model], None]) -> None:
         self.model = model
+        self.checkpoint = model.config.checkpoint
         self._changed = changed
         self._process: asyncio.subprocess.Process | None = None
         self._ended = asyncio.Event()
@@ -116,7 +135,7 @@ class LoaderProcess:
                 self._kill()
             job = {
                 "model": self.model.name,
-                "checkpoint": str(self.model.config.checkpoint),
+                "checkpoint": str(self.checkpoint),
                 "device": self.model.device,
                 "socket": str(socket_path(self.model.device)),
             }
@@ -141,10 +160,14 @@ class LoaderProcess:
             )
         return self._error
 
-    async def end(self) -> None:
-        """Calls the load off and waits until nothing of it is left. SIGKILL: all it holds are descriptors."""
+    def call_off(self) -> None:
+        """Ends the loader with SIGKILL: all it holds are descriptors. `run` returns when nothing of it is left."""
         self._called_off = True
         self._kill()
+
+    async def end(self) -> None:
+        """`call_off`, and waits until nothing of it is left."""
+        self.call_off()
         await self._ended.wait()
 
     def message_received(self, data: bytes, fds: FdSet) -> None:
@@ -166,11 +189,13 @@ class LoaderProcess:
             case {"failed": {"error": dict(error)}}:
                 self._error = from_wire(error)
             case _:
-                raise ProtocolError(problem=f"the loader sent {sorted(message)}")
+                self._error = ProtocolError(problem=f"the loader sent {sorted(message)}")
+                self._kill()
         self._changed(self.model)
 
     def message_broken(self, error: ProtocolError) -> None:
-        raise error  # the two ends are of one version: this is a defect, not bad input
+        self._error = error
+        self._kill()
 
     def stream_closed(self, reason: str) -> None:
         self._ended.set()

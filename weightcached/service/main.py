@@ -27,6 +27,7 @@ from ..errors import (
     CheckpointChanged,
     CheckpointError,
     ConfigError,
+    DeviceError,
     LoadFailed,
     NoSuchDevice,
     NoSuchModel,
@@ -40,10 +41,11 @@ from .control import Control
 from .loads import Loads
 from .models import Model
 from .notify import Notifier
-from .reload import plan_reload
+from .reload import read_changes
 from .vault import Vault
 from .workers import WorkerProcess
 
+WORKER_START_SECONDS = 60.0
 EXTEND_SECONDS = 10.0  # between two extensions of systemd's start timeout while models are loading
 _log = logging.getLogger(__name__)
 
@@ -91,6 +93,9 @@ class Service:
         notifier: Notifier,
     ) -> None:
         self.config = config
+        self._started_with = config
+        self._reloading = asyncio.Lock()
+        self._signalled: asyncio.Task[None] | None = None
         self.instance = instance
         self.devices = devices
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -150,19 +155,35 @@ class Service:
             self._load([model])
         return model
 
-    def reload(self) -> dict[str, Any]:
+    async def reload(self) -> dict[str, Any]:
         """Reads the config again and loads what is new or changed. `ConfigError` changes nothing.
 
-        Returns names: {"loading": models queued, "forgotten": models no longer listed, which stay cached until they are
-        evicted, "restart": settings that only a restart applies}.
+        Returns {"loading": names of models queued, "left": copies that no model of the config stands for any more,
+        which stay cached until they are evicted, "restart": settings that only a restart applies}.
         """
-        plan = plan_reload(self.config, self.models, self.vault, [device.name for device in self.devices])
-        self.config = plan.config
-        self._set_models(plan.config)
-        self._load([self.models[name] for name in plan.load])
-        for setting in plan.restart:
+        async with self._reloading:
+            names = [device.name for device in self.devices]
+            questions = read_changes(self.config, self.models, self.vault, names)
+            # Reading headers may take long, or hang with its disk: not on the loop.
+            plan = await asyncio.to_thread(questions.answer)
+            self.config = plan.config
+            self._set_models(plan.config)
+            self._load([self.models[name] for name in plan.load])
+        restart = [
+            name
+            for name in ("devices", "memory_limit", "ready")
+            if getattr(self.config, name) != getattr(self._started_with, name)
+        ]
+        for setting in restart:
             _log.warning("reload: %s changed; it takes effect at the next restart", setting)
-        return {"loading": plan.load, "forgotten": plan.forgotten, "restart": plan.restart}
+        configured = {(model.device, model.name) for model in self.models.values()}
+        left = [
+            {"model": shard.model, "device": shard.device}
+            for name in names
+            for shard in self.vault.of_device(name)
+            if (shard.device, shard.model) not in configured
+        ]
+        return {"loading": plan.load, "left": left, "restart": restart}
 
     # What the workers report (`workers.WorkerOwner`).
 
@@ -246,7 +267,12 @@ class Service:
 
     async def _start(self) -> None:
         self._notifier.progress("starting workers")
-        await asyncio.gather(*(worker.serving.wait() for worker in self.workers.values()))
+        for worker in self.workers.values():
+            try:
+                await asyncio.wait_for(worker.serving.wait(), WORKER_START_SECONDS)
+            except TimeoutError:
+                problem = f"its worker does not serve within {WORKER_START_SECONDS:.0f} s"
+                raise DeviceError(device=worker.device, problem=problem) from None
         self._control.start()
         self._set_models(self.config)
         self._load([model for model in self.models.values() if model.config.preload])
@@ -269,7 +295,7 @@ class Service:
 
     def _start_failure(self, model: Model, error: WeightCacheError) -> WeightCacheError:
         if isinstance(error, CheckpointError) and not isinstance(error, CheckpointChanged):
-            # Another start would find the same files: exit 78, so that systemd does not try for ever.
+            # Another start would most likely find the same files: exit 78, so that systemd does not try again.
             return ConfigError(file=str(self.config.file), problem=f"model {model.name}: {error}")
         return LoadFailed(model=model.name, device=model.device, reason=str(error))
 
@@ -284,17 +310,30 @@ class Service:
                 self._notifier.watchdog()
 
     def _reload_by_signal(self) -> None:
-        self._notifier.reloading()
+        if self._signalled is None or self._signalled.done():
+            self._signalled = asyncio.create_task(self._tell_and_reload(), name="reload")
+        else:
+            _log.warning("SIGHUP while a reload is under way is ignored")
+
+    async def _tell_and_reload(self) -> None:
+        # READY=1 ends a reload for systemd, and a start as well: before the service is ready neither is said.
+        started = self.ready
+        if started:
+            self._notifier.reloading()
         try:
-            self.reload()
+            await self.reload()
         except WeightCacheError as error:
             _log.error("reload refused, nothing is changed: %s", error)
-        self._notifier.ready("reloaded")
-        self._show_status()
+        finally:
+            if started:
+                self._notifier.ready("reloaded")
+            self._show_status()
 
     async def _end(self, tasks: set[asyncio.Task[Any]]) -> None:
         self._notifier.stopping("stopping")
         self._control.stop()
+        if self._signalled is not None:
+            tasks = {*tasks, self._signalled}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

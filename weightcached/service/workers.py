@@ -110,7 +110,7 @@ class WorkerProcess:
                 case {"wanted": {"model": str(model)}}:
                     self._owner.model_wanted(self.device, model)
                 case _:
-                    raise ProtocolError(problem=f"worker {self.device} sent {sorted(message)}")
+                    self.message_broken(ProtocolError(problem=f"it sent {sorted(message)}"))
 
     def message_broken(self, error: ProtocolError) -> None:
         # Out of descriptors, most likely. A worker ends with its channel; the next one gets what is held here.

@@ -21,7 +21,7 @@ from ..errors import ManifestError
 from ..fds import OwnedFd
 from ..memfd import require_seals, sealed_memfd
 from .dtypes import DTYPES
-from .key import ShardKey
+from .key import FORMAT_VERSION, ShardKey
 
 SCHEMA = 1
 ALIGNMENT = 256  # bytes; a device allocator's usual alignment, enough for every view(dtype) and for TMA
@@ -140,13 +140,15 @@ def parse_head(document: bytes) -> ManifestHead:
         data = json.loads(document)
         if data["schema"] != SCHEMA:
             raise ManifestError(problem=f"schema {data['schema']}, this version reads {SCHEMA}")
-        key = _known(ShardKey, data["key"])
+        key = known_fields(ShardKey, data["key"])
+        if (found := key.get("format_version", FORMAT_VERSION)) != FORMAT_VERSION:
+            raise ManifestError(problem=f"slab format {found}, this version reads {FORMAT_VERSION}")
         if key.get("layers") is not None:
             key["layers"] = tuple(key["layers"])
-        head = _known(ManifestHead, data)
+        head = known_fields(ManifestHead, data)
         head["key"] = ShardKey(**key)
-        head["slabs"] = tuple(SlabEntry(**_known(SlabEntry, slab)) for slab in data["slabs"])
-        head["files"] = tuple(SourceFile(**_known(SourceFile, file)) for file in data.get("files", ()))
+        head["slabs"] = tuple(SlabEntry(**known_fields(SlabEntry, slab)) for slab in data["slabs"])
+        head["files"] = tuple(SourceFile(**known_fields(SourceFile, file)) for file in data.get("files", ()))
         return ManifestHead(**head)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ManifestError(problem=f"head is not readable: {error!r}") from error
@@ -239,5 +241,6 @@ def _without_defaults(entry: TensorEntry) -> list[Any]:
     return row
 
 
-def _known(cls: type[Any], data: dict[str, Any]) -> dict[str, Any]:
+def known_fields(cls: type[Any], data: dict[str, Any]) -> dict[str, Any]:
+    """The items of a peer's object that this version's dataclass has: a newer minor version may send more."""
     return {name: data[name] for name in cls.__dataclass_fields__ if name in data}

@@ -4,7 +4,7 @@
     NEW         hello                HELLO_SECONDS after the connection
     OPEN        any op of this side  IDLE_SECONDS after the last reply
     BUSY        none                 none: the reply is this side's business
-    RESERVED    publish              RESERVED_SECONDS: loading takes its time
+    RESERVED    publish              none: loading takes its time, and a reservation lasts as long as its connection
     HOLDING     any but publish      none: a lease or a subscription lasts as long as its connection
     CLOSED      none
 
@@ -21,7 +21,6 @@ from .validate import parse_request
 
 HELLO_SECONDS = 5.0
 IDLE_SECONDS = 60.0
-RESERVED_SECONDS = 3600.0
 
 
 class State(enum.Enum):
@@ -37,7 +36,7 @@ _LIMITS: dict[State, float | None] = {
     State.NEW: HELLO_SECONDS,
     State.OPEN: IDLE_SECONDS,
     State.BUSY: None,
-    State.RESERVED: RESERVED_SECONDS,
+    State.RESERVED: None,
     State.HOLDING: None,
     State.CLOSED: None,
 }

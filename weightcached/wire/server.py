@@ -79,7 +79,9 @@ class ServerConnection:
                 raise
 
         task = self._loop.create_task(finish())
-        self.on_close.append(task.cancel)
+        cancel = task.cancel
+        self.on_close.append(cancel)
+        task.add_done_callback(lambda _: self.on_close.remove(cancel) if cancel in self.on_close else None)
 
     def event(self, event: dict[str, Any]) -> None:
         """Something a subscriber or a waiting client wants to know."""

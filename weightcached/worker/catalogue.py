@@ -59,6 +59,7 @@ class Shard:
             "nbytes": self.head.nbytes,
             "tensors": self.head.tensor_count,
             "created": self.head.created,
+            "checkpoint": self.head.attributes.get("checkpoint"),
             "key": asdict(self.head.key),
             "files": [asdict(file) for file in self.head.files],
             "leases": [lease.describe() for lease in self.leases.values()],
@@ -131,7 +132,9 @@ class Catalogue:
     def reserve(self, model: str, nbytes: int, peer: Peer, device_free: int) -> Reservation:
         """Admits a publisher, or raises `DeviceFull` with what is needed, what is free and who holds the rest.
 
-        `device_free`: bytes that nobody uses on the device now, whoever the others are.
+        `device_free`: bytes that nobody uses on the device now. What other reservations may still take of them is not
+        free, and nobody knows how much they have taken already: beside a publisher in mid work this errs on the
+        safe side.
         """
         if nbytes < 0:
             raise ProtocolError(problem=f"a reservation of {nbytes} bytes")

@@ -13,6 +13,7 @@ from ..errors import (
     ManifestError,
     ModelFailed,
     ModelLoading,
+    ModelNotLoaded,
     NoSuchModel,
     TimedOut,
     WeightCacheError,
@@ -211,6 +212,8 @@ class Handlers:
         match state.get("state"):
             case "loading" | "queued":
                 return ModelLoading(model=model, device=device, progress=state.get("progress", 0.0))
+            case "absent":
+                return ModelNotLoaded(model=model, device=device)
             case "failed":
                 return ModelFailed(model=model, device=device, reason=state.get("reason"))
         known = sorted({shard.model for shard in self._catalogue.shards} | set(self._models))
