@@ -135,7 +135,7 @@ def _room_problems(device: DeviceReport, models: list[ModelReport]) -> list[str]
             f"{device.name}: the preloaded models need {human_bytes(device.needed)} ({device.needed} bytes), "
             f"its limit is {human_bytes(device.limit)} ({device.limit} bytes); preload fewer or raise memory_limit"
         )
-    # Preloaded models are in that sum. Others are loaded on demand, where one may make room for another.
+    # Preloaded models are in that sum. Others are loaded on demand, into what room is left then.
     problems += [
         f"{model.name}: needs {human_bytes(model.bytes)} ({model.bytes} bytes), "
         f"the limit of {device.name} is {human_bytes(device.limit)} ({device.limit} bytes)"

@@ -23,9 +23,10 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 _EPILOG = """\
 exit codes:
-  0   done                          4   no such model or device
-  1   refused or failed             75  another service holds the device's lock
-  2   wrong usage                   78  bad config file
+  0   done                          75  another service holds the device's lock
+  1   refused or failed             78  bad config file; serve: or a checkpoint or
+  2   wrong usage                       device in it that is not there or not loadable
+  4   check: no such device         130 interrupted
 """
 
 

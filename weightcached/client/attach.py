@@ -60,7 +60,8 @@ def attach(
         mode: "zero_copy" maps the cached memory: read-only on a GPU, copy-on-write on the host. "copy" gives private
             writable tensors and lets go of the cached memory at once.
         on_miss: "fail" raises `NoSuchModel`, `ModelLoading`, `ModelFailed` or `ServiceNotRunning` at once; "wait" waits
-            for the service and for the model.
+            for the service and for the model, which is loaded if its config says ``preload = false``. With `checkpoint`
+            it only waits: a model is loaded by its name.
         timeout: seconds for everything, connecting and waiting included, a digest excepted.
         dtype: the element type the model must have, such as torch.bfloat16 or "bfloat16".
         key: fields of `ShardKey` that must match; `KeyMismatch` lists those that do not.

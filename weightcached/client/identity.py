@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import NoSuchModel
+from ..errors import NoSuchModel, TimedOut
 from ..shard.manifest import SourceFile, known_fields
 from ..wire.connection import Connection
 from ..wire.messages import Status, Subscribe
@@ -41,6 +41,7 @@ def find_checkpoint(wanted: Wanted, socket: Path, device: str, end: float, *, wa
     """
     from ..checkpoint.fileset import open_checkpoint
 
+    started = time.monotonic()
     with open_checkpoint(wanted.checkpoint) as checkpoint:
         disk = _OnDisk(checkpoint)
         with Connection.open(socket, device=device, timeout=_left(end)) as connection:
@@ -50,7 +51,13 @@ def find_checkpoint(wanted: Wanted, socket: Path, device: str, end: float, *, wa
                 if not wait:
                     known = sorted({shard["model"] for shard in status["shards"]})
                     raise NoSuchModel(model=wanted.model or str(wanted.checkpoint), device=device, known=known)
-                connection.next_event(_left(end + disk.digesting))
+                try:
+                    connection.next_event(_left(end + disk.digesting))
+                except TimedOut:
+                    there = ", ".join(sorted({shard["model"] for shard in status["shards"]})) or "nothing"
+                    wanted_for = f"a cached model with the bytes of {wanted.checkpoint}; on {device} there is {there}"
+                    seconds = round(time.monotonic() - started, 1)
+                    raise TimedOut(path=str(socket), seconds=seconds, waited_for=wanted_for) from None
                 status, fds = connection.request(Status(), timeout=_left(end + disk.digesting))
                 fds.close()
             return Found(*found, disk.digesting)
