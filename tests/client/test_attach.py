@@ -34,6 +34,8 @@ from weightcached.errors import (
     TimedOut,
     WrongDevice,
 )
+from weightcached.wire.connection import Connection
+from weightcached.wire.messages import Status
 
 VALUES = torch.arange(8, dtype=torch.float32)
 StartWorker = Callable[[], RunningWorker]
@@ -140,13 +142,15 @@ def test_no_descriptor_leaks(worker: RunningWorker) -> None:
     worker.publish(tiny(model="broken", slabs=2))
     with attach("tiny", device=DEVICE) as weights:
         weights["a"].sum()
-    with NoDescriptorLeaks():
+    with Connection.open(worker.path, device=DEVICE) as watch, NoDescriptorLeaks():
         for mode in ("zero_copy", "copy"):
             worker.wait_released(lambda mode=mode: attach("tiny", device=DEVICE, mode=mode).close())
         with pytest.raises(KeyMismatch):
             attach("tiny", device=DEVICE, dtype="bfloat16")
         with pytest.raises(NoSuchModel):
             attach("nothing", device=DEVICE)
+        # The worker is a thread of this process: when it has answered, it has also seen the others go.
+        watch.request(Status())[1].close()
 
 
 def test_dtype_and_key_must_match(worker: RunningWorker) -> None:
