@@ -246,7 +246,7 @@ def load_config(path: Path) -> Config:
         raise ConfigError(file=str(path), problem=error.strerror) from error
     except UnicodeDecodeError as error:
         raise ConfigError(file=str(path), problem=f"not UTF-8 text at byte {error.start}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, a number of 5,000 digits, 5,000 brackets
         raise ConfigError(file=str(path), problem=f"not TOML: {error}") from error
     try:
         config = Config.model_validate(data)

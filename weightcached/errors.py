@@ -58,6 +58,9 @@ class WeightCacheError(Exception):
             # A peer of another version may send fewer or other fields than this version's sentence is made of.
             return f"{self.code}: {self.fields} ({type(problem).__name__}: {problem})"
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
     def __getattr__(self, name: str) -> Any:
         try:
             return self.__dict__["fields"][name]
@@ -164,7 +167,7 @@ class TimedOut(ConnectionFailed):
     """Fields: path, seconds, waited_for."""
 
     code = "timed-out"
-    sentence = "{path}: waited {seconds} s for {waited_for}"
+    sentence = "{path}: waited {seconds:.1f} s for {waited_for}"
 
 
 class ProtocolError(WeightCacheError):

@@ -71,7 +71,7 @@ def read_config(path: Path) -> dict[str, Any]:
     config = _read_object(path)
     architectures = config.get("architectures")
     if architectures is not None and not (
-        isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
+        isinstance(architectures, list) and all(isinstance(name, str) and _is_unicode(name) for name in architectures)
     ):
         raise CheckpointError(file=str(path), problem=f"architectures must be names, found {short(architectures)}")
     quantization = config.get("quantization_config")
@@ -80,6 +80,11 @@ def read_config(path: Path) -> dict[str, Any]:
             file=str(path), problem=f"quantization_config must be an object, found {short(quantization)}"
         )
     return config
+
+
+def _is_unicode(text: str) -> bool:
+    """False for half a surrogate pair, which JSON can spell and UTF-8 cannot carry."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def read_index(path: Path) -> tuple[dict[str, str], int | None]:

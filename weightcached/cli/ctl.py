@@ -208,7 +208,9 @@ def _wait(args: argparse.Namespace) -> int:
                 what = ", ".join(f"{name} ({states[name]['state']})" for name in missing)
                 raise TimedOut(path=str(service.path), seconds=args.timeout, waited_for=what) from None
             if event.get("what") == "model":
-                states[event["model"]] = event
+                before, states[event["model"]] = states.get(event["model"]), event
+                if before and before["state"] in ("queued", "loading") and event["state"] == "absent":
+                    raise ModelFailed(model=event["model"], device=event["device"], reason="called off")
     if args.json:
         print_json({"schema": 1, "models": [states[name] for name in wanted]})
     return 0

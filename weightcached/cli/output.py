@@ -68,8 +68,10 @@ def print_json(obj: object) -> None:
 def emit(text: str) -> None:
     """Writes `text` and a line end to stdout, what its encoding lacks as escapes.
 
-    Where nobody reads any more (`| head`), the process ends quietly with 1.
+    Where nobody reads any more (`| head`), the process ends quietly with 1; on a full disk with a sentence.
     """
+    if sys.stdout is None:  # started with standard output closed
+        return
     encoding = sys.stdout.encoding
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
@@ -77,6 +79,9 @@ def emit(text: str) -> None:
         # The interpreter flushes stdout once more at exit and would complain there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(f"standard output: {error.strerror}") from None
 
 
 def _use_colour() -> bool:

@@ -34,6 +34,7 @@ Mode = Literal["zero_copy", "copy"]
 Document = bytes | memoryview
 OnMiss = Literal["fail", "wait"]
 
+LONGEST_SECONDS = 1e6  # eleven days; sockets and poll take no more than some 2e6
 _ANSWER_SECONDS = 5.0  # beyond the wait that the worker itself was asked for
 _RETRY_SECONDS = 0.1  # a bound socket that does not listen yet gives no event when it does
 
@@ -74,6 +75,9 @@ def attach(
         raise TypeError("attach needs a model's name or a checkpoint")
     _require_one_of("mode", mode, ("zero_copy", "copy"))
     _require_one_of("on_miss", on_miss, ("fail", "wait"))
+    if not timeout >= 0:  # NaN too
+        raise ValueError(f"timeout={timeout!r}; it must be seconds, 0 or more")
+    timeout = min(timeout, LONGEST_SECONDS)
     import_torch("attach")
     wanted = dict(key or {})
     if dtype is not None:

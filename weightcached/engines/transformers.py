@@ -62,6 +62,8 @@ def from_cache(
     Raises what `attach` raises, and `EngineError` for a model that the cached tensors do not fill exactly: quantised
     checkpoints and those that transformers renames or rewrites while loading are such cases.
     """
+    if on_miss not in ("fail", "wait", "disk"):
+        raise ValueError(f"on_miss={on_miss!r}; it must be one of fail, wait, disk")
     transformers = _import_transformers()
     folder = _folder(name_or_checkpoint)
     if on_miss == "disk" and folder is None:
@@ -89,6 +91,9 @@ def from_cache(
         if config is None:
             if folder is None:
                 raise EngineError(problem=f"{weights.manifest.model} does not say where its config is; pass config=")
+            if not folder.is_dir():
+                problem = f"{weights.manifest.model} was cached from {folder}, which is gone; pass config="
+                raise EngineError(problem=problem)
             config = _read_config(transformers, folder)
         return _build(transformers, weights, model_class or _model_class(transformers, config), config, folder)
 
@@ -104,12 +109,13 @@ def _build(
     config = copy.deepcopy(config)
     dtype = _default_dtype(torch, weights.key.dtype)
     _set_dtype(config, dtype)
-    with _parameters_on_meta(torch, dtype):
-        model = cls(config)
-    assignment = match_names(model, weights)
-    if int(transformers.__version__.split(".")[0]) >= 5:
-        _compute(torch, model, assignment)
-    _assign(torch, model, weights, assignment)
+    with _building:
+        with _parameters_on_meta(torch, dtype):
+            model = cls(config)
+        assignment = match_names(model, weights)
+        if int(transformers.__version__.split(".")[0]) >= 5:
+            _compute(torch, model, assignment)
+        _assign(torch, model, weights, assignment)
     _refuse_meta(torch, model)
     if folder is not None and model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
@@ -125,9 +131,11 @@ def _parameters_on_meta(torch: Any, dtype: torch.dtype) -> Iterator[None]:
     are computed on the CPU even for a GPU, as `from_pretrained` does: a GPU may round differently.
     """
 
+    builder = threading.get_ident()
+
     def to_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        if parameter.is_meta:
-            return parameter
+        if parameter.is_meta or threading.get_ident() != builder:
+            return parameter  # the hook is the whole process's, the model this thread's
         # One parameter that is registered twice must stay one.
         twin = getattr(parameter, "_weightcached_meta", None)
         if twin is None:
@@ -137,16 +145,15 @@ def _parameters_on_meta(torch: Any, dtype: torch.dtype) -> Iterator[None]:
             parameter._weightcached_meta = twin
         return twin
 
-    with _building:
-        before = torch.get_default_dtype()
-        hook = torch.nn.modules.module.register_module_parameter_registration_hook(to_meta)
-        try:
-            torch.set_default_dtype(dtype)
-            with torch.device("cpu"):
-                yield
-        finally:
-            torch.set_default_dtype(before)
-            hook.remove()
+    before = torch.get_default_dtype()
+    hook = torch.nn.modules.module.register_module_parameter_registration_hook(to_meta)
+    try:
+        torch.set_default_dtype(dtype)
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+        hook.remove()
 
 
 def _compute(torch: Any, model: PreTrainedModel, assignment: Assignment) -> None:

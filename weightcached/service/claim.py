@@ -83,9 +83,13 @@ class Claim:
         """
         if self.lock.closed:
             return
-        _unlink(self._socket_path)
+        if _is_current(self.lock, self._lock_path):
+            _unlink(self._socket_path)
+            _unlink(self._lock_path)
+        else:
+            # Somebody removed the lock's file under us; the files with these names may be another service's by now.
+            _log.error("%s was removed or replaced while it was held; files of that name are left", self._lock_path)
         self.listener.close()
-        _unlink(self._lock_path)
         self.lock.close()
 
 
@@ -186,6 +190,7 @@ def _await_lock(fd: OwnedFd, what: str, owner: Owner) -> None:
 def _listen(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
+        _refuse_living(path)
         _unlink(path)  # stale: nobody else may bind it while the lock is held here
         mask = os.umask(0o177)
         try:
@@ -197,6 +202,20 @@ def _listen(path: Path) -> socket.socket:
         listener.close()
         raise RuntimeDirectoryError(path=str(path), problem=f"cannot be bound: {error.strerror}") from error
     return listener
+
+
+def _refuse_living(path: Path) -> None:
+    """`RuntimeDirectoryError` if somebody listens there: a service whose lock file was removed under it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(os.fspath(path))
+        except BlockingIOError:  # its queue is full
+            pass
+        except OSError:
+            return
+    problem = "is served by a service whose lock file was removed; end that service first"
+    raise RuntimeDirectoryError(path=str(path), problem=problem)
 
 
 def _unlink(path: Path) -> None:

@@ -99,7 +99,10 @@ class Loads:
             _log.warning("%s: %s; loading it again", model.name, error)
         if error is not None:
             model.fail(error)
-            _log.error("%s", LoadFailed(model=model.name, device=model.device, reason=str(error)))
+            failure_said = error
+            if not isinstance(error, LoadFailed):
+                failure_said = LoadFailed(model=model.name, device=model.device, reason=str(error))
+            _log.error("%s", failure_said)
         elif model.state == "loading":
             # Published models were marked by the worker's word; what is left here was called off.
             model.called_off()

@@ -151,7 +151,7 @@ class Service:
         model = self.models.get(name)
         if model is None:
             raise NoSuchModel(model=name, device=f"weightcached@{self.instance}", known=sorted(self.models))
-        if model.state != "cached":
+        if model.state != "cached" or model.error is not None:  # the last load failed, an older generation is served
             self._load([model])
         return model
 
@@ -284,7 +284,8 @@ class Service:
         """Returns when every preload is cached; raises what made the first one fail."""
         while True:
             self._state_changed.clear()
-            wanted = [model for model in self.models.values() if model.config.preload]
+            # A model that is absent with nothing queued was evicted by its operator, who does not want to wait for it.
+            wanted = [model for model in self.models.values() if model.config.preload and model.state != "absent"]
             for model in wanted:
                 if model.error is not None:
                     raise self._start_failure(model, model.error)
@@ -297,6 +298,8 @@ class Service:
         if isinstance(error, CheckpointError) and not isinstance(error, CheckpointChanged):
             # Another start would most likely find the same files: exit 78, so that systemd does not try again.
             return ConfigError(file=str(self.config.file), problem=f"model {model.name}: {error}")
+        if isinstance(error, LoadFailed):
+            return error
         return LoadFailed(model=model.name, device=model.device, reason=str(error))
 
     async def _keep_alive(self) -> None:

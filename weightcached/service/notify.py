@@ -28,12 +28,14 @@ _STATUS_LIMIT = 1024  # characters; one datagram holds 4096 bytes (systemd, PIPE
 class Notifier:
     """State messages from this process to its service manager.
 
-    Only the main process of the unit may send (``NotifyAccess=main``): never hand a Notifier to a child. A message that
-    the manager does not take within one second is lost and logged; the service goes on. Owns one socket until `close`.
+    Only the main process of the unit may send (``NotifyAccess=main``): never hand a Notifier to a child. A change of
+    state that the manager does not take within one second, or a status that it does not take at once, is lost and
+    logged; the service goes on. Owns one socket until `close`.
     """
 
     def __init__(self, systemd: sdnotify.SystemdNotifier | None, watchdog_seconds: float | None = None) -> None:
         self._systemd = systemd
+        self._failing = False
         self.watchdog_seconds = watchdog_seconds
 
     @classmethod
@@ -55,7 +57,6 @@ class Notifier:
         except OSError as error:
             problem = f"NOTIFY_SOCKET names it, but {error.strerror or error}; unset it to run without systemd"
             raise ConnectionFailed(path=address, problem=problem) from error
-        systemd.socket.settimeout(_SEND_TIMEOUT)
         return cls(systemd, _watchdog_seconds(os.environ))
 
     @property
@@ -65,7 +66,7 @@ class Notifier:
 
     def ready(self, status: str) -> None:
         """The start, or a reload, is done."""
-        self._send("READY=1", _status(status))
+        self._send("READY=1", _status(status), wait=True)
 
     def status(self, text: str) -> None:
         """The one line that ``systemctl status`` shows."""
@@ -81,11 +82,12 @@ class Notifier:
     def reloading(self) -> None:
         """A reload begins; end it with `ready`."""
         # MONOTONIC_USEC is required from systemd 253 on (Type=notify-reload) and ignored by 252.
-        self._send("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
+        now = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+        self._send("RELOADING=1", f"MONOTONIC_USEC={now}", wait=True)
 
     def stopping(self, text: str) -> None:
         """The service is going down; send it before memory is freed."""
-        self._send("STOPPING=1", _status(text))
+        self._send("STOPPING=1", _status(text), wait=True)
 
     def watchdog(self) -> None:
         """A sign of life, due every `watchdog_seconds`. Send it from the event loop, never from a thread of its own."""
@@ -97,13 +99,18 @@ class Notifier:
         if systemd is not None:
             systemd.socket.close()
 
-    def _send(self, *lines: str) -> None:
+    def _send(self, *lines: str, wait: bool = False) -> None:
         if self._systemd is None:
             return
+        # A status that is not taken at once is lost: the next one says more. A change of state is worth a moment.
+        self._systemd.socket.settimeout(_SEND_TIMEOUT if wait else 0.0)
         try:
             self._systemd.notify("\n".join(lines))
+            self._failing = False
         except OSError as error:
-            log.warning("systemd did not take %s: %s", lines[0], error)
+            if wait or not self._failing:  # of many in a row the first is enough
+                log.warning("systemd did not take %s: %s", lines[0], error)
+            self._failing = True
 
 
 def clean_environment(env: Mapping[str, str]) -> dict[str, str]:

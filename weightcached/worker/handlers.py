@@ -109,6 +109,11 @@ class Handlers:
                 continue
             if name not in known:  # it was asked for before the service had named its models
                 self._want(name)
+            elif state.get("state") == "absent" and known[name].get("state") in ("queued", "loading"):
+                # Evicted by an operator in mid load: waiting on would be for nothing, loading again against his word.
+                if self._end_wait(connection):
+                    connection.fail(ModelFailed(model=name, device=self._catalogue.device, reason="called off"))
+                continue
             if "progress" in state:
                 connection.event({"model": name, **state})
 
