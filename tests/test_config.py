@@ -372,3 +372,12 @@ def test_unusable_place_is_an_error(homes: tuple[Path, Path]) -> None:
     """A place that cannot be looked at is an error of its own, not an empty one."""
     with pytest.raises(ConfigError, match=r"aaa\.toml: File name too long"):
         find_config("a" * 300)
+
+
+@pytest.mark.parametrize("text", ["x = " + "1" * 5000, "x = " + "[" * 5000], ids=["digits", "brackets"])
+def test_toml_that_python_chokes_on_is_a_config_error(tmp_path: Path, text: str) -> None:
+    """A number too long to convert and brackets too deep to follow are named as the file's fault."""
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="not TOML"):
+        load_config(path)

@@ -218,3 +218,8 @@ def test_every_raise_in_the_package_gives_the_documented_fields() -> None:
                     wrong.append(f"{place} {node.func.id}({', '.join(sorted(map(str, given)))})")
 
     assert not wrong
+
+
+def test_repr_has_the_sentence() -> None:
+    """Logs that print an error by its repr keep what it says."""
+    assert repr(WeightCacheError(problem="so it is")) == "WeightCacheError('so it is')"

@@ -171,3 +171,11 @@ def test_listing_is_sorted_and_short() -> None:
     """Twenty names in order, then a count."""
     assert listing(["b", "a"]) == "'a', 'b'"
     assert listing([f"{i:02}" for i in range(25)]).endswith("'18', '19' and 5 more")
+
+
+def test_half_a_surrogate_in_an_architecture_is_refused(tmp_path: Path) -> None:
+    """JSON can spell it, UTF-8 cannot carry it: refused by the file's name instead of breaking the manifest."""
+    path = tmp_path / "config.json"
+    path.write_text('{"architectures": ["\\ud800"]}')
+    with pytest.raises(CheckpointError, match="architectures must be names"):
+        read_config(path)

@@ -379,3 +379,16 @@ def test_public_names() -> None:
     assert weightcached.Weights is Weights
     assert issubclass(MissingDependency, weightcached.WeightCacheError)
     assert issubclass(ConnectionLost, weightcached.ConnectionFailed)
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan")])
+def test_a_timeout_that_is_none_is_refused(timeout: float) -> None:
+    """Negative seconds and NaN are the caller's error."""
+    with pytest.raises(ValueError, match="timeout="):
+        attach("m", device=DEVICE, timeout=timeout)
+
+
+def test_an_endless_timeout_is_a_long_one(worker: RunningWorker) -> None:
+    """Infinity is taken for the longest that sockets can wait."""
+    worker.publish(tiny())
+    attach("tiny", device=DEVICE, timeout=float("inf"), on_miss="wait").close()

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,7 +200,7 @@ def test_a_config_must_come_from_somewhere(worker: RunningWorker, tmp_path: Path
 
     with pytest.raises(EngineError, match="pass config="):
         from_cache("nowhere", device=DEVICE)
-    with pytest.raises(EngineError, match=r"no config can be read from .*gone"):
+    with pytest.raises(EngineError, match=r"was cached from .*gone, which is gone; pass config="):
         from_cache("gone", device=DEVICE)
     assert type(from_cache("nowhere", device=DEVICE, config=model.config)) is type(model)
     assert type(from_cache("file", device=DEVICE)) is type(model)
@@ -309,3 +310,17 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingDependency, match=r"weightcached\[transformers\]"):
         from_cache("m", device=DEVICE)
+
+
+def test_other_threads_keep_their_parameters() -> None:
+    """While one thread builds a model for the cache, another thread's modules get real parameters."""
+    from weightcached.engines.transformers import _parameters_on_meta
+
+    made: list[torch.nn.Module] = []
+    with _parameters_on_meta(torch, torch.float32):
+        thread = threading.Thread(target=lambda: made.append(torch.nn.Linear(4, 4)))
+        thread.start()
+        thread.join()
+        own = torch.nn.Linear(4, 4)
+    assert own.weight.is_meta
+    assert not made[0].weight.is_meta

@@ -381,3 +381,22 @@ def test_start_times() -> None:
     assert own is not None and other is not None and other >= own
     child.communicate()
     assert start_time(child.pid) is None
+
+
+def test_a_lock_file_removed_under_its_holder(
+    paths: tuple[Path, Path], descriptors: NoDescriptorLeaks, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While the holder still listens nobody takes its place; what another has made since is not removed by it."""
+    holder = take(paths)
+    paths[0].unlink()
+    with pytest.raises(RuntimeDirectoryError, match="lock file was removed"):
+        take(paths)
+    paths[1].unlink()
+    successor = take(paths)
+    holder.close()
+    assert "removed or replaced" in caplog.text
+    assert paths[0].exists()
+    assert paths[1].exists()
+    successor.close()
+    assert not paths[0].exists()
+    assert not paths[1].exists()

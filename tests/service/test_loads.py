@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import MakeCheckpoint
-from tests.running import process_of_role, wait_for_end
+from tests.running import RunningService, process_of_role, wait_for_end
 from tests.service.conftest import HOST, StartService, attach, generation, model
 from weightcached.config import ModelConfig
 from weightcached.errors import ModelFailed, ModelLoading, NoSuchModel, RuntimeDirectoryError
@@ -134,3 +138,73 @@ def test_a_loader_that_cannot_be_started_is_a_failed_model(
         assert "open to others" in str(models[1].error)
 
     asyncio.run(main())
+
+
+def test_an_eviction_in_mid_load_ends_the_waiting(start_service: StartService, checkpoint: Path) -> None:
+    """Who waits for a load is told at once when an operator calls it off."""
+    service = start_service(HOST + model("lazy", checkpoint, "preload = false")).ready()
+    with ThreadPoolExecutor(1) as pool:
+        attaching = pool.submit(attach, "lazy", 60)  # its request is what starts the load
+        os.kill(process_of_role(service, "loader"), signal.SIGSTOP)
+        service.ctl("evict", "lazy")
+        with pytest.raises(ModelFailed, match="called off"):
+            attaching.result(20)
+    service.stop()
+
+
+def test_wait_ends_when_the_load_is_called_off(start_service: StartService, checkpoint: Path) -> None:
+    """`weightcachectl wait` says so and exits with 1."""
+    service = start_service('ready = "listening"\n' + HOST + model("small", checkpoint))
+    os.kill(process_of_role(service, "loader"), signal.SIGSTOP)
+    service.ready()
+    with ThreadPoolExecutor(1) as pool, serving_watch(service) as subscribed:
+        waiting = pool.submit(service.ctl, "wait", "small", code=1)
+        subscribed()
+        service.ctl("evict", "small")
+        assert "called off" in waiting.result(20)
+    service.stop()
+
+
+@contextlib.contextmanager
+def serving_watch(service: RunningService) -> Iterator[Callable[[], None]]:
+    """A function that returns when the service has one connection more than when the block began."""
+    folder = Path(f"/proc/{service.process.pid}/fd")
+
+    def sockets() -> int:
+        return sum("socket:" in os.readlink(link) for link in folder.iterdir())
+
+    before = sockets()
+
+    def wait() -> None:
+        end = time.monotonic() + 20
+        while sockets() <= before:
+            assert time.monotonic() < end, "no new connection"
+        # Subscribed is one answer later: ask something on a connection of this thread's own, which comes after it.
+        service.status()
+
+    yield wait
+
+
+def test_an_eviction_during_the_start_does_not_hold_it_up(start_service: StartService, checkpoint: Path) -> None:
+    """A model to preload that is evicted while it loads is not waited for: the service is ready with the others."""
+    service = start_service(HOST + model("small", checkpoint) + model("other", checkpoint))
+    loader = process_of_role(service, "loader")
+    os.kill(loader, signal.SIGSTOP)
+    service.ctl("evict", "small")
+    service.ready()
+    assert (service.model("small")["state"], service.model("other")["state"]) == ("absent", "cached")
+    service.stop()
+
+
+def test_load_tries_again_after_a_failed_reload(start_service: StartService, checkpoint: Path) -> None:
+    """A model whose last load failed is loaded again by `load`, although an older generation is served."""
+    service = start_service(HOST + model("small", checkpoint)).ready()
+    good = checkpoint.read_bytes()
+    checkpoint.write_bytes(good[:-1])
+    service.ctl("reload")
+    service.ctl("wait", "small", code=1)
+    checkpoint.write_bytes(good)
+    assert "follow it" in service.ctl("load", "small")
+    service.ctl("wait", "small", "--timeout", "30")
+    assert (service.model("small")["generation"], service.model("small")["error"]) == (2, None)
+    service.stop()

@@ -207,3 +207,14 @@ def test_clean_environment_leaves_a_child_nothing_of_systemd(manager: Manager) -
     assert {"WEIGHTCACHED_CANARY", "LISTENER", "PATH"} <= names
     assert not {name for name in names if name.startswith(("NOTIFY_SOCKET", "LISTEN_", "WATCHDOG_"))}
     assert "LISTEN_FDS" in env  # the caller's own mapping is not touched
+
+
+def test_a_manager_that_does_not_read_costs_no_time(
+    manager: Manager, notifier: Notifier, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Statuses that nobody takes are dropped at once and logged once; the loop of a service does not wait for them."""
+    started = time.monotonic()
+    for number in range(2000):  # more than a socket's queue holds
+        notifier.status(f"status {number}")
+    assert time.monotonic() - started < 2.0
+    assert len([record for record in caplog.records if "did not take STATUS" in record.message]) == 1

@@ -188,9 +188,9 @@ def _await_lock(fd: OwnedFd, what: str, owner: Owner) -> None:
 
 
 def _listen(path: Path) -> socket.socket:
+    _refuse_living(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
-        _refuse_living(path)
         _unlink(path)  # stale: nobody else may bind it while the lock is held here
         mask = os.umask(0o177)
         try:
