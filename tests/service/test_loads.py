@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import MakeCheckpoint
-from tests.running import RunningService, process_of_role, wait_for_end
+from tests.running import process_of_role, wait_for_end
 from tests.service.conftest import HOST, StartService, attach, generation, model
 from weightcached.config import ModelConfig
 from weightcached.errors import ModelFailed, ModelLoading, NoSuchModel, RuntimeDirectoryError
@@ -152,37 +149,17 @@ def test_an_eviction_in_mid_load_ends_the_waiting(start_service: StartService, c
     service.stop()
 
 
-def test_wait_ends_when_the_load_is_called_off(start_service: StartService, checkpoint: Path) -> None:
-    """`weightcachectl wait` says so and exits with 1."""
+def test_wait_ends_when_nobody_loads_the_model(start_service: StartService, checkpoint: Path) -> None:
+    """`weightcachectl wait` says so when the load is called off, before or while it waits, and exits with 4."""
     service = start_service('ready = "listening"\n' + HOST + model("small", checkpoint))
     os.kill(process_of_role(service, "loader"), signal.SIGSTOP)
     service.ready()
-    with ThreadPoolExecutor(1) as pool, serving_watch(service) as subscribed:
-        waiting = pool.submit(service.ctl, "wait", "small", code=1)
-        subscribed()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(service.ctl, "wait", "small", code=4)
         service.ctl("evict", "small")
-        assert "called off" in waiting.result(20)
+        assert "weightcachectl load small" in waiting.result(20)
+    assert "weightcachectl load small" in service.ctl("wait", "small", code=4)
     service.stop()
-
-
-@contextlib.contextmanager
-def serving_watch(service: RunningService) -> Iterator[Callable[[], None]]:
-    """A function that returns when the service has one connection more than when the block began."""
-    folder = Path(f"/proc/{service.process.pid}/fd")
-
-    def sockets() -> int:
-        return sum("socket:" in os.readlink(link) for link in folder.iterdir())
-
-    before = sockets()
-
-    def wait() -> None:
-        end = time.monotonic() + 20
-        while sockets() <= before:
-            assert time.monotonic() < end, "no new connection"
-        # Subscribed is one answer later: ask something on a connection of this thread's own, which comes after it.
-        service.status()
-
-    yield wait
 
 
 def test_an_eviction_during_the_start_does_not_hold_it_up(start_service: StartService, checkpoint: Path) -> None:

@@ -9,7 +9,16 @@ import time
 from typing import Any, Literal
 
 from .. import __version__
-from ..errors import ModelError, ModelFailed, NoSuchModel, ServiceNotRunning, TimedOut, WeightCacheError, from_wire
+from ..errors import (
+    ModelError,
+    ModelFailed,
+    ModelNotLoaded,
+    NoSuchModel,
+    ServiceNotRunning,
+    TimedOut,
+    WeightCacheError,
+    from_wire,
+)
 from ..paths import control_path, control_paths, runtime_dir
 from ..text import printable
 from ..wire.connection import Connection
@@ -208,15 +217,15 @@ def _wait(args: argparse.Namespace) -> int:
                 what = ", ".join(f"{name} ({states[name]['state']})" for name in missing)
                 raise TimedOut(path=str(service.path), seconds=args.timeout, waited_for=what) from None
             if event.get("what") == "model":
-                before, states[event["model"]] = states.get(event["model"]), event
-                if before and before["state"] in ("queued", "loading") and event["state"] == "absent":
-                    raise ModelFailed(model=event["model"], device=event["device"], reason="called off")
+                states[event["model"]] = event
     if args.json:
         print_json({"schema": 1, "models": [states[name] for name in wanted]})
     return 0
 
 
 def _is_there(model: dict[str, Any]) -> bool:
+    if model["state"] == "absent":  # never asked for, or evicted: nobody loads it, so nobody need wait
+        raise ModelNotLoaded(model=model["model"], device=model["device"])
     if model["error"] is None:
         return bool(model["state"] == "cached")
     reason = str(from_wire(model["error"]))
