@@ -381,3 +381,15 @@ def test_toml_that_python_chokes_on_is_a_config_error(tmp_path: Path, text: str)
     path.write_text(text)
     with pytest.raises(ConfigError, match="not TOML"):
         load_config(path)
+
+
+def test_a_user_without_a_home_has_the_other_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no home directory is known, /etc and the explicit directory are still looked in."""
+
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setenv("WEIGHTCACHED_CONFIG_DIR", "/explicit")
+    monkeypatch.setattr(Path, "home", unknown)
+    assert config_directories() == [Path("/explicit"), Path("/etc/weightcached")]

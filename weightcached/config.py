@@ -13,6 +13,7 @@ service and its commands import this module: pydantic costs more than a whole at
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
@@ -215,9 +216,13 @@ def config_directories() -> list[Path]:
     """Where config files are looked for, in order."""
     explicit = os.environ.get("WEIGHTCACHED_CONFIG_DIR")
     xdg = Path(os.environ.get("XDG_CONFIG_HOME") or "")
-    home = xdg if xdg.is_absolute() else Path.home() / ".config"  # the XDG specification ignores relative ones
     own = [Path(explicit).absolute()] if explicit else []
-    return [*own, home / "weightcached", Path("/etc/weightcached")]
+    if xdg.is_absolute():  # the XDG specification ignores relative ones
+        own.append(xdg / "weightcached")
+    else:
+        with contextlib.suppress(RuntimeError):  # neither $HOME nor an entry in the user database
+            own.append(Path.home() / ".config" / "weightcached")
+    return [*own, Path("/etc/weightcached")]
 
 
 def find_config(instance: str) -> Path:
