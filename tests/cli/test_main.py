@@ -249,3 +249,16 @@ def test_light_commands_import_nothing_heavy(env: dict[str, str]) -> None:
     """The command's own module costs no pydantic, rich, asyncio or NVML; the branches import what they need."""
     done = run_code(env, "import sys, weightcached.cli.main; print(*sys.modules)")
     assert not {"pydantic", "rich", "asyncio", "pynvml", "torch"} & set(done.stdout.split())
+
+
+def test_closed_standard_descriptors_are_opened(tmp_path: Path) -> None:
+    """A service that is started without them must not get a lock as number 0, which its children replace."""
+    result = tmp_path / "result"
+    code = (
+        "import os\nfor number in range(3): os.close(number)\n"
+        "from weightcached.cli.main import open_standard_descriptors\n"
+        "open_standard_descriptors()\n"
+        f"open({str(result)!r}, 'w').write(' '.join(os.readlink(f'/proc/self/fd/{{n}}') for n in range(3)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=30)
+    assert result.read_text() == "/dev/null /dev/null /dev/null"

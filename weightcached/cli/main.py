@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -111,7 +112,20 @@ def _config_path(args: argparse.Namespace) -> Path:
     return find_config(args.instance)
 
 
+def open_standard_descriptors() -> None:
+    """Opens /dev/null for each of 0, 1 and 2 that is closed: a lock or a socket must not get such a number.
+
+    A child's standard descriptors are replaced, so it would find something else there than what it was handed.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number (open(2)), which is this one
+
+
 def _serve(args: argparse.Namespace) -> int:
+    open_standard_descriptors()
     path = _config_path(args)
     instance = args.instance
     if instance is None:
