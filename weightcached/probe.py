@@ -38,13 +38,13 @@ def probe_devices(names: Sequence[str] | None) -> list[Device]:
         problem = f"does not answer within {PROBE_SECONDS:.0f} s; try nvidia-smi"
         raise DeviceError(device="NVML", problem=problem) from None
     try:
-        answer = json.loads(output)
+        reply = json.loads(output)
     except ValueError:
         words = stderr.decode(errors="replace").strip() or f"exit status {child.returncode}"
         raise DeviceError(device="NVML", problem=f"could not be asked: {words}") from None
-    if "error" in answer:
-        raise from_wire(answer["error"])
-    return [Device(**{**item, "memory": Memory(**item["memory"])}) for item in answer["devices"]]
+    if "error" in reply:
+        raise from_wire(reply["error"])
+    return [Device(**{**item, "memory": Memory(**item["memory"])}) for item in reply["devices"]]
 
 
 def _give_up(child: subprocess.Popen[bytes]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..fds import OwnedFd
-from .header import LFS_POINTER, LFS_PROBLEM, read_exactly, short
+from .header import LFS_POINTER, LFS_PROBLEM, is_unicode, read_exactly, short
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -71,7 +71,7 @@ def read_config(path: Path) -> dict[str, Any]:
     config = _read_object(path)
     architectures = config.get("architectures")
     if architectures is not None and not (
-        isinstance(architectures, list) and all(isinstance(name, str) and _is_unicode(name) for name in architectures)
+        isinstance(architectures, list) and all(isinstance(name, str) and is_unicode(name) for name in architectures)
     ):
         raise CheckpointError(file=str(path), problem=f"architectures must be names, found {short(architectures)}")
     quantization = config.get("quantization_config")
@@ -80,11 +80,6 @@ def read_config(path: Path) -> dict[str, Any]:
             file=str(path), problem=f"quantization_config must be an object, found {short(quantization)}"
         )
     return config
-
-
-def _is_unicode(text: str) -> bool:
-    """False for half a surrogate pair, which JSON can spell and UTF-8 cannot carry."""
-    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def read_index(path: Path) -> tuple[dict[str, str], int | None]:

@@ -289,11 +289,18 @@ def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0  # `true` is an int to Python, and no size
 
 
-def _require_unicode(text: str, what: str) -> None:
+def is_unicode(text: str) -> bool:
+    """False for half a surrogate pair, which JSON can spell and UTF-8 cannot carry."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise _Refused(f"{what} {short(text)} holds half a surrogate pair, valid Unicode expected") from None
+        return False
+    return True
+
+
+def _require_unicode(text: str, what: str) -> None:
+    if not is_unicode(text):
+        raise _Refused(f"{what} {short(text)} holds half a surrogate pair, valid Unicode expected")
 
 
 def _kind(value: object) -> str:

@@ -21,7 +21,7 @@ from ..shard.manifest import (
     parse_table,
     read_documents,
 )
-from ..wire.connection import Connection
+from ..wire.connection import Connection, seconds_left
 from ..wire.messages import Attach
 from .mapping import Lease, copy_slabs, map_slabs
 from .target import Target, import_torch, resolve, worker_socket
@@ -73,8 +73,8 @@ def attach(
     """
     if model is None and checkpoint is None:
         raise TypeError("attach needs a model's name or a checkpoint")
-    _require_one_of("mode", mode, ("zero_copy", "copy"))
-    _require_one_of("on_miss", on_miss, ("fail", "wait"))
+    require_one_of("mode", mode, ("zero_copy", "copy"))
+    require_one_of("on_miss", on_miss, ("fail", "wait"))
     if not timeout >= 0:  # NaN too
         raise ValueError(f"timeout={timeout!r}; it must be seconds, 0 or more")
     timeout = min(timeout, LONGEST_SECONDS)
@@ -233,9 +233,9 @@ def _attach_now(request: _Request, end: float, *, wait: bool) -> Weights:
         model, key, end = found.model, {**key, "content": found.content}, end + found.digesting
     assert model is not None
     with ExitStack() as undo:
-        connection = Connection.open(socket, device=target.name, timeout=_left(end))
+        connection = Connection.open(socket, device=target.name, timeout=seconds_left(end))
         undo.callback(connection.close)
-        left = _left(end)
+        left = seconds_left(end)
         message = Attach(model=model, key=key, wait=left if wait else 0.0)
         _, fds = connection.request(message, timeout=left + (_ANSWER_SECONDS if wait else 0.0))
         with fds:
@@ -261,11 +261,7 @@ def _map(
     return head, table, map_slabs(head, slabs, lease, target), lease
 
 
-def _left(end: float) -> float:
-    """Seconds until `end`; never 0, which sockets take for "do not block"."""
-    return max(end - time.monotonic(), 0.001)
-
-
-def _require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """`ValueError` for a word that a parameter does not offer."""
     if value not in allowed:
         raise ValueError(f"{name}={value!r}; it must be one of {', '.join(allowed)}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import NoSuchModel, TimedOut
 from ..shard.manifest import SourceFile, known_fields
-from ..wire.connection import Connection
+from ..wire.connection import Connection, seconds_left
 from ..wire.messages import Status, Subscribe
 
 if TYPE_CHECKING:
@@ -44,21 +44,21 @@ def find_checkpoint(wanted: Wanted, socket: Path, device: str, end: float, *, wa
     started = time.monotonic()
     with open_checkpoint(wanted.checkpoint) as checkpoint:
         disk = _OnDisk(checkpoint)
-        with Connection.open(socket, device=device, timeout=_left(end)) as connection:
-            status, fds = connection.request(Subscribe() if wait else Status(), timeout=_left(end))
+        with Connection.open(socket, device=device, timeout=seconds_left(end)) as connection:
+            status, fds = connection.request(Subscribe() if wait else Status(), timeout=seconds_left(end))
             fds.close()
             while (found := disk.find(_candidates(status["shards"], wanted))) is None:
                 if not wait:
                     known = sorted({shard["model"] for shard in status["shards"]})
                     raise NoSuchModel(model=wanted.model or str(wanted.checkpoint), device=device, known=known)
                 try:
-                    connection.next_event(_left(end + disk.digesting))
+                    connection.next_event(seconds_left(end + disk.digesting))
                 except TimedOut:
                     there = ", ".join(sorted({shard["model"] for shard in status["shards"]})) or "nothing"
                     wanted_for = f"a cached model with the bytes of {wanted.checkpoint}; on {device} there is {there}"
                     seconds = round(time.monotonic() - started, 1)
                     raise TimedOut(path=str(socket), seconds=seconds, waited_for=wanted_for) from None
-                status, fds = connection.request(Status(), timeout=_left(end + disk.digesting))
+                status, fds = connection.request(Status(), timeout=seconds_left(end + disk.digesting))
                 fds.close()
             return Found(*found, disk.digesting)
 
@@ -111,7 +111,3 @@ def _candidates(shards: Iterable[dict[str, Any]], wanted: Wanted) -> list[dict[s
 
 def _by_name(files: Iterable[SourceFile]) -> list[SourceFile]:
     return sorted(files, key=lambda file: file.name)
-
-
-def _left(end: float) -> float:
-    return max(end - time.monotonic(), 0.001)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..client.attach import Mode, Weights, attach
+from ..client.attach import Mode, Weights, attach, require_one_of
 from ..client.target import resolve
 from ..errors import ConnectionFailed, EngineError, MissingDependency, ModelError
 from .names import Assignment, match_names
@@ -62,8 +62,7 @@ def from_cache(
     Raises what `attach` raises, and `EngineError` for a model that the cached tensors do not fill exactly: quantised
     checkpoints and those that transformers renames or rewrites while loading are such cases.
     """
-    if on_miss not in ("fail", "wait", "disk"):
-        raise ValueError(f"on_miss={on_miss!r}; it must be one of fail, wait, disk")
+    require_one_of("on_miss", on_miss, ("fail", "wait", "disk"))
     transformers = _import_transformers()
     folder = _folder(name_or_checkpoint)
     if on_miss == "disk" and folder is None:

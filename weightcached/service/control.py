@@ -88,13 +88,14 @@ class Control:
     async def _evict(self, request: Evict) -> dict[str, Any]:
         """Evicts on one device or on all. The workers decide; only then is a load of the model called off."""
         service = self._service
-        names = [request.device] if request.device else [device.name for device in service.devices]
-        if names[0] not in service.workers:
-            raise NoSuchDevice(device=names[0], known=sorted(service.workers))
+        if request.device and request.device not in service.workers:
+            raise NoSuchDevice(device=request.device, known=sorted(service.workers))
+        names = [request.device] if request.device else list(service.workers)
         evicted = await self._evict_on(names, request)
         model = service.models.get(request.model)
-        called_off = model is not None and model.device in names and model.state in ("queued", "loading")
-        if called_off and model is not None:
+        called_off = False
+        if model is not None and model.device in names and model.state in ("queued", "loading"):
+            called_off = True
             await service.loads.call_off(model)
             evicted += await self._evict_on(names, request)  # it may have been published in the meantime
         if not evicted and not called_off:

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import ConnectionLost, LoadFailed, ProtocolError, ServiceNotRunning, WeightCacheError, from_wire
+from ..errors import ConnectionLost, ProtocolError, ServiceNotRunning, WeightCacheError, from_wire
 from ..fds import FdSet
 from ..paths import socket_path
 from ..wire.framing import decode
@@ -88,8 +88,7 @@ class Loads:
             try:
                 error = await self._current.run()
             except OSError as failure:  # no descriptor or no process to be had: what is cached must outlive that
-                problem = f"its loader cannot be started: {failure.strerror}"
-                error = LoadFailed(model=model.name, device=model.device, reason=problem)
+                error = model.load_failed(f"its loader cannot be started: {failure.strerror}")
             except WeightCacheError as failure:  # such as a socket directory that is no longer to be trusted
                 error = failure
             finally:
@@ -99,10 +98,7 @@ class Loads:
             _log.warning("%s: %s; loading it again", model.name, error)
         if error is not None:
             model.fail(error)
-            failure_said = error
-            if not isinstance(error, LoadFailed):
-                failure_said = LoadFailed(model=model.name, device=model.device, reason=str(error))
-            _log.error("%s", failure_said)
+            _log.error("%s", model.load_failed(error))
         elif model.state == "loading":
             # Published models were marked by the worker's word; what is left here was called off.
             model.called_off()
@@ -156,11 +152,7 @@ class LoaderProcess:
         if self._called_off:
             return None
         if self._error is None and self._done is None:
-            return LoadFailed(
-                model=self.model.name,
-                device=self.model.device,
-                reason=f"the loader ended by {describe_exit(code)} before it was done",
-            )
+            return self.model.load_failed(f"the loader ended by {describe_exit(code)} before it was done")
         return self._error
 
     def call_off(self) -> None:
@@ -209,10 +201,8 @@ class LoaderProcess:
         self._stall = asyncio.get_running_loop().call_later(STALL_SECONDS, self._stalled)
 
     def _stalled(self) -> None:
-        self._error = LoadFailed(
-            model=self.model.name,
-            device=self.model.device,
-            reason=f"no progress for {STALL_SECONDS:.0f} s after {self.model.bytes_done} bytes; is its disk there?",
+        self._error = self.model.load_failed(
+            f"no progress for {STALL_SECONDS:.0f} s after {self.model.bytes_done} bytes; is its disk there?"
         )
         self._kill()
 

@@ -28,7 +28,6 @@ from ..errors import (
     CheckpointError,
     ConfigError,
     DeviceError,
-    LoadFailed,
     NoSuchDevice,
     NoSuchModel,
     WeightCacheError,
@@ -162,13 +161,12 @@ class Service:
         which stay cached until they are evicted, "restart": settings that only a restart applies}.
         """
         async with self._reloading:
-            names = [device.name for device in self.devices]
-            questions = read_changes(self.config, self.models, self.vault, names)
+            changes = read_changes(self.config, self.models, self.vault, list(self.workers))
             # Reading headers may take long, or hang with its disk: not on the loop.
-            plan = await asyncio.to_thread(questions.answer)
-            self.config = plan.config
-            self._set_models(plan.config)
-            self._load([self.models[name] for name in plan.load])
+            loading = await asyncio.to_thread(changes.models_to_load)
+            self.config = changes.config
+            self._set_models(changes.config)
+            self._load([self.models[name] for name in loading])
         restart = [
             name
             for name in ("devices", "memory_limit", "ready")
@@ -179,11 +177,11 @@ class Service:
         configured = {(model.device, model.name) for model in self.models.values()}
         left = [
             {"model": shard.model, "device": shard.device}
-            for name in names
+            for name in self.workers
             for shard in self.vault.of_device(name)
             if (shard.device, shard.model) not in configured
         ]
-        return {"loading": plan.load, "left": left, "restart": restart}
+        return {"loading": loading, "left": left, "restart": restart}
 
     # What the workers report (`workers.WorkerOwner`).
 
@@ -209,7 +207,7 @@ class Service:
 
     def _set_models(self, config: Config) -> None:
         """Takes over the config's models; what is cached of them already, by whatever publisher, counts as cached."""
-        names = [device.name for device in self.devices]
+        names = list(self.workers)
         previous, self.models = self.models, {}
         for item in config.models:
             device = item.device_for(names)
@@ -298,9 +296,7 @@ class Service:
         if isinstance(error, CheckpointError) and not isinstance(error, CheckpointChanged):
             # Another start would most likely find the same files: exit 78, so that systemd does not try again.
             return ConfigError(file=str(self.config.file), problem=f"model {model.name}: {error}")
-        if isinstance(error, LoadFailed):
-            return error
-        return LoadFailed(model=model.name, device=model.device, reason=str(error))
+        return model.load_failed(error)
 
     async def _keep_alive(self) -> None:
         """Extends systemd's start timeout while loading, and feeds its watchdog, both from this loop."""

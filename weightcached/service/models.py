@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..config import ModelConfig
-from ..errors import WeightCacheError, to_wire
+from ..errors import LoadFailed, WeightCacheError, to_wire
 
 # absent ─► queued ─► loading ─► cached      and from each back to absent (evicted, called off) or to failed
 ModelStateName = Literal["absent", "queued", "loading", "cached", "failed"]
@@ -62,6 +62,12 @@ class Model:
         """The load failed. A shard that was cached before stays cached; the error is kept for the status."""
         self.state = "failed" if self.generation is None else "cached"
         self.error = error
+
+    def load_failed(self, why: WeightCacheError | str) -> LoadFailed:
+        """The failure of a load of this model: `why` itself if it is one, else one with that reason."""
+        if isinstance(why, LoadFailed):
+            return why
+        return LoadFailed(model=self.name, device=self.device, reason=str(why))
 
     def gone(self) -> None:
         """The shard was evicted, or the load called off."""

@@ -14,14 +14,6 @@ from .vault import Vault
 
 
 @dataclass(frozen=True, slots=True)
-class ReloadPlan:
-    """The new config, and the names of the models to load."""
-
-    config: Config
-    load: list[str]
-
-
-@dataclass(frozen=True, slots=True)
 class Changes:
     """What a new config changes as far as memory tells; `unsure` are models whose files must be looked at."""
 
@@ -29,11 +21,10 @@ class Changes:
     load: list[str]
     unsure: list[tuple[str, Path, tuple[SourceFile, ...]]]
 
-    def answer(self) -> ReloadPlan:
-        """Looks at the files: blocks as long as the disks take. May be called from any thread."""
+    def models_to_load(self) -> list[str]:
+        """Names in the file's order. Looks at files, so it blocks as long as the disks take; for any thread."""
         changed = [name for name, checkpoint, files in self.unsure if _changed_on_disk(checkpoint, files)]
-        order = [item.name for item in self.config.models]
-        return ReloadPlan(self.config, sorted([*self.load, *changed], key=order.index))
+        return [item.name for item in self.config.models if item.name in (*self.load, *changed)]
 
 
 def read_changes(old: Config, models: dict[str, Model], vault: Vault, devices: list[str]) -> Changes:

@@ -138,11 +138,8 @@ def parse_head(document: bytes) -> ManifestHead:
     """The head from JSON, by the client's own cheap rules. Fields that a newer minor version added are ignored."""
     try:
         data = json.loads(document)
-        if data["schema"] != SCHEMA:
-            raise ManifestError(problem=f"schema {data['schema']}, this version reads {SCHEMA}")
         key = known_fields(ShardKey, data["key"])
-        if (found := key.get("format_version", FORMAT_VERSION)) != FORMAT_VERSION:
-            raise ManifestError(problem=f"slab format {found}, this version reads {FORMAT_VERSION}")
+        check_versions(data["schema"], key.get("format_version", FORMAT_VERSION))
         if key.get("layers") is not None:
             key["layers"] = tuple(key["layers"])
         head = known_fields(ManifestHead, data)
@@ -152,6 +149,14 @@ def parse_head(document: bytes) -> ManifestHead:
         return ManifestHead(**head)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ManifestError(problem=f"head is not readable: {error!r}") from error
+
+
+def check_versions(schema: int, format_version: int) -> None:
+    """`ManifestError` for a manifest, or slabs, of a form that this version does not read."""
+    if schema != SCHEMA:
+        raise ManifestError(problem=f"schema {schema}, this version reads {SCHEMA}")
+    if format_version != FORMAT_VERSION:
+        raise ManifestError(problem=f"slab format {format_version}, this version reads {FORMAT_VERSION}")
 
 
 def parse_table(document: bytes | memoryview) -> TensorTable:

@@ -184,6 +184,11 @@ class Connection:
             raise WrongDevice(wanted=device, found=self.greeting.get("device"))
 
 
+def seconds_left(end: float) -> float:
+    """Seconds until `end` (monotonic); never 0, which sockets take for "do not block"."""
+    return max(end - time.monotonic(), 0.001)
+
+
 def _take_apart(data: bytes) -> tuple[str, dict[str, Any]]:
     message = framing.decode(data)
     for kind in ("ok", "error", "event"):

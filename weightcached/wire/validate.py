@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ..errors import ManifestError, ProtocolError
 from ..shard import manifest
-from ..shard.key import FORMAT_VERSION, KEY_FIELDS, ShardKey
+from ..shard.key import KEY_FIELDS, ShardKey
 from . import messages
 
 _KEY_PARTS = (ShardKey, manifest.SourceFile, manifest.SlabEntry, manifest.ManifestHead)
@@ -43,10 +43,7 @@ def parse_manifest(fd: int) -> tuple[manifest.ManifestHead, manifest.TensorTable
         table = _TABLE.validate_json(bytes(table_json))
     except ValidationError as error:
         raise ManifestError(problem=_sentence(error)) from None
-    if head.schema != manifest.SCHEMA:
-        raise ManifestError(problem=f"schema {head.schema}, this version reads {manifest.SCHEMA}")
-    if head.key.format_version != FORMAT_VERSION:
-        raise ManifestError(problem=f"slab format {head.key.format_version}, this version reads {FORMAT_VERSION}")
+    manifest.check_versions(head.schema, head.key.format_version)
     if len(head.slabs) > manifest.MAX_SLABS:
         raise ManifestError(problem=f"{len(head.slabs)} slabs, at most {manifest.MAX_SLABS} fit into one message")
     if any(slab.nbytes < 0 for slab in head.slabs):
