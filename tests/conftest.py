@@ -30,6 +30,7 @@ def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="wc-", dir="/tmp"))  # mkdtemp makes it 0700
     monkeypatch.setenv("WEIGHTCACHED_RUNTIME_DIR", str(path))
     monkeypatch.delenv("WEIGHTCACHED_SOCKET_TEMPLATE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path / "cache"))  # where a client remembers digests
     try:
         yield path
     finally:

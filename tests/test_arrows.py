@@ -35,6 +35,7 @@ PLANTED = {
     "no-torch": ("loader/plan.py", "import torch"),
     "worker-is-a-broker": ("worker/catalogue.py", "from ..shard import cuda"),
     "checkpoint-knows-files": ("checkpoint/header.py", "from ..devices import all_devices"),
+    "parallel-is-pure": ("parallel/slices.py", "from ..devices import all_devices"),
     "client-apart": ("client/attach.py", "from ..service import main"),
     "wire-apart": ("wire/framing.py", "from ..worker import catalogue"),
     "shard-is-a-noun": ("shard/key.py", "from ..wire import messages"),

@@ -113,6 +113,7 @@ def test_exit_codes_are_the_published_ones() -> None:
         "wrong-device": 4,
         "no-such-model": 4,
         "model-not-loaded": 4,
+        "other-content": 4,
         "model-in-use": 5,
         "lock-held": 75,
         "bad-config": 78,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .errors import (
+    CannotCut,
     CheckpointChanged,
     CheckpointError,
     ConfigError,
@@ -30,11 +31,14 @@ from .errors import (
     ModelNotLoaded,
     NoSuchDevice,
     NoSuchModel,
+    OtherContent,
     PeerRefused,
     ProtocolError,
     RuntimeDirectoryError,
     ServiceNotRunning,
+    SliceError,
     TimedOut,
+    UnknownArchitecture,
     VersionMismatch,
     WeightCacheError,
     WrongDevice,
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CannotCut",
     "CheckpointChanged",
     "CheckpointError",
     "ConfigError",
@@ -66,11 +71,14 @@ __all__ = [
     "ModelNotLoaded",
     "NoSuchDevice",
     "NoSuchModel",
+    "OtherContent",
     "PeerRefused",
     "ProtocolError",
     "RuntimeDirectoryError",
     "ServiceNotRunning",
+    "SliceError",
     "TimedOut",
+    "UnknownArchitecture",
     "VersionMismatch",
     "WeightCacheError",
     "Weights",

@@ -4,6 +4,9 @@
     ├── ConfigError               the config file, its keys or values
     ├── CheckpointError           files on disk that are not loadable weights
     │   └── CheckpointChanged     a file that changed while it was read
+    ├── SliceError                a model that cannot be cut for its ranks
+    │   ├── UnknownArchitecture   no rules for it, or for one of its parameters
+    │   └── CannotCut             sizes that the ranks do not divide
     ├── RuntimeDirectoryError     the runtime directory or a socket path in it
     ├── LockHeld                  another service serves the device
     ├── DeviceError               the device, its driver or its memory
@@ -19,7 +22,8 @@
     │   └── VersionMismatch
     ├── ModelError                what was asked of a model
     │   ├── NoSuchModel
-    │   │   └── ModelNotLoaded    configured, but not asked for yet
+    │   │   ├── ModelNotLoaded    configured, but not asked for yet
+    │   │   └── OtherContent      files of the same sizes are cached, with other bytes
     │   ├── ModelLoading
     │   ├── ModelFailed           its last load failed
     │   ├── KeyMismatch           cached, but not what was asked for
@@ -90,6 +94,26 @@ class CheckpointChanged(CheckpointError):
     """Fields: file, problem. The load that raises it has published nothing."""
 
     code = "checkpoint-changed"
+
+
+class SliceError(WeightCacheError):
+    """Fields: problem."""
+
+    code = "cannot-slice"
+
+
+class UnknownArchitecture(SliceError):
+    """Fields: architecture, problem. Nothing is ever cut by a guess."""
+
+    code = "unknown-architecture"
+    sentence = "{architecture}: {problem}; give rules = [...] for it, or load it whole"
+
+
+class CannotCut(SliceError):
+    """Fields: parameter, problem (with the sizes), largest (tensor_parallel that fits the whole model, None: none)."""
+
+    code = "cannot-cut"
+    sentence = "{parameter} cannot be cut: {problem}; the largest tensor_parallel that fits the model: {largest}"
 
 
 class RuntimeDirectoryError(WeightCacheError):
@@ -216,6 +240,21 @@ class ModelNotLoaded(NoSuchModel):
     )
 
 
+class OtherContent(NoSuchModel):
+    """Fields: model, device, known, cached (the model compared with), file (path), digest, recorded, differing, files.
+
+    `digest` is that of the file on disk, `recorded` that of the file which `cached` was loaded from; `differing` of all
+    `files` of the checkpoint differ.
+    """
+
+    code = "other-content"
+    sentence = (
+        "{file} is not what {cached} on {device} was loaded from: its digest is {digest}, recorded is {recorded} "
+        "({differing} of {files} files differ); load this checkpoint as a model of its own, "
+        "or again, if it has changed: weightcachectl reload"
+    )
+
+
 class ModelLoading(ModelError):
     """Fields: model, device, progress (0..1)."""
 
@@ -236,7 +275,10 @@ class KeyMismatch(ModelError):
     """Fields: model, differences (field -> [wanted, cached])."""
 
     code = "key-mismatch"
-    sentence = "{model} is cached, but not as asked for: {differences} (wanted, cached)"
+    sentence = (
+        "{model} is cached, but not as asked for: {differences} (wanted, cached); "
+        "ask for what is cached, with tensor_parallel=(rank, size), dtype= or key=, or load what was asked for"
+    )
 
 
 class ModelInUse(ModelError):

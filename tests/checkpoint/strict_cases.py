@@ -51,7 +51,7 @@ def stricter(name: str, content: bytes, words: str) -> Case:
 _LENGTHS = (
     refused("empty file", b"", "at least 8 bytes expected, 0 found"),
     refused("seven bytes", bytes(7), "at least 8 bytes expected, 7 found"),
-    refused("header of no bytes", file_of(b""), "not valid JSON"),
+    refused("header of no bytes", file_of(b""), "header of 0 bytes, at least 2 are needed: {}"),
     refused(
         "header over the limit", file_of(b"{" + b" " * 10, length=100_000_001), "header of 100000001 bytes, at most"
     ),
@@ -65,7 +65,11 @@ _LENGTHS = (
         "a Git LFS pointer, not weights: run `git lfs pull`",
     ),
     refused("trailing byte", file_of({"w": entry("F32", [2], 0, 8)}, 9), "1 trailing bytes: 8 bytes of tensors"),
-    refused("truncated data", file_of({"w": entry("F32", [2], 0, 8)}, 7), "truncated: 8 bytes of tensors expected"),
+    refused(
+        "truncated data",
+        file_of({"v": entry("U8", [1], 0, 1), "w": entry("F32", [2], 1, 9), "x": entry("U8", [1], 9, 10)}, 8),
+        "truncated: 10 bytes of tensors expected after the header, 8 found, which ends before tensor 'w' does; fetch",
+    ),
     refused("data after an empty header", file_of({}, 4), "4 trailing bytes: 0 bytes of tensors expected"),
     accepted("no tensors", {}),
     accepted("one tensor", {"w": entry("F32", [2], 0, 8)}, 8),
@@ -243,6 +247,16 @@ _TEXT = (
     refused("header is an array", file_of(b"[]"), "must be a JSON object, found an array"),
     refused("header is a string", file_of(b'"{}"'), "must be a JSON object, found a string"),
     refused("nested too deeply", file_of(b"[" * 100_000 + b"]" * 100_000), "nested too deeply"),
+    *(
+        refused(f"unknown field of {what}", file_of(f'{{{PAIR[:-1]},"x":{value}}}}}'.encode(), 8), words)
+        for what, value, words in (
+            ("NaN", "NaN", "not valid JSON: NaN is no JSON number"),
+            ("too many digits", "9" * 5000, "not valid JSON: Exceeds the limit"),
+            ("a number too large", "1e999", "refused by the safetensors library: "),
+            ("half a surrogate pair", '"\\ud800"', "refused by the safetensors library: "),
+            ("a control character", '"\1"', "not valid JSON: Invalid control character"),
+        )
+    ),
     refused(
         "unknown field nested too deeply for the library",
         file_of(f'{{{PAIR[:-1]},"x":{"[" * 200}{"]" * 200}}}}}'.encode(), 8),

@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,12 @@ from tests.checkpoint.strict_cases import entry, file_of
 from weightcached.checkpoint.digest import (
     BLOCK_BYTES,
     FileDigest,
+    OpenFile,
     block_count,
     block_digest,
     checkpoint_digest,
     digest_checkpoint,
-    digest_file,
+    digest_files,
 )
 from weightcached.checkpoint.fileset import open_checkpoint
 from weightcached.errors import CheckpointChanged, CheckpointError
@@ -39,7 +41,7 @@ def naive(content: bytes) -> str:
 
 def digest_path(path: Path, threads: int = 4) -> str:
     with path.open("rb") as file:
-        return digest_file(file.fileno(), path.stat().st_size, threads, str(path))
+        return digest_files([OpenFile(file.fileno(), path.stat().st_size, str(path))], threads)[0]
 
 
 @pytest.fixture(scope="module")
@@ -170,22 +172,13 @@ def test_set_is_bound_to_order_and_files_only() -> None:
         checkpoint_digest([one, "sha256:00"])
 
 
-def test_short_reads_are_continued(noise: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A preadv that returns less than asked for is continued where it stopped."""
-    preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [views[0][:1_000_003]], offset))
-    path = tmp_path / "file"
-    path.write_bytes(noise)
-    assert digest_path(path) == naive(noise)
-
-
 @pytest.mark.parametrize("threads", [1, 4])
 def test_file_that_ends_early(threads: int, tmp_path: Path) -> None:
     """A file shorter than it was is a change, with both numbers."""
     path = tmp_path / "file"
     path.write_bytes(bytes(BLOCK_BYTES + 100))
     with path.open("rb") as file, pytest.raises(CheckpointChanged) as caught:
-        digest_file(file.fileno(), 2 * BLOCK_BYTES, threads, "model.safetensors")
+        digest_files([OpenFile(file.fileno(), 2 * BLOCK_BYTES, "model.safetensors")], threads)
     assert str(caught.value) == (
         f"model.safetensors: shrank while it was read: {2 * BLOCK_BYTES} bytes expected, {BLOCK_BYTES + 100} found"
     )
@@ -209,6 +202,55 @@ def test_read_error_stops_every_thread(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(CheckpointError, match="file: cannot read at byte 4194304: Input/output error"):
         digest_path(path, 2)
     assert len(begun) < 100
+
+
+def test_all_files_are_one_queue(noise: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of different files are read at the same time, and each file's digest is its own."""
+    threads = 3
+    together = threading.Barrier(threads)  # a thread that reads alone would break it
+    preadv = os.preadv
+
+    def meet(fd: int, views: list[memoryview], offset: int) -> int:
+        together.wait(30)
+        return preadv(fd, views, offset)
+
+    sizes = [5, BLOCK_BYTES + 1, 0, 1, 2 * BLOCK_BYTES]  # 6 blocks
+    for number, size in enumerate(sizes):
+        (tmp_path / str(number)).write_bytes(noise[number : number + size])
+    monkeypatch.setattr(os, "preadv", meet)
+    with ExitStack() as stack:
+        files = [stack.enter_context((tmp_path / str(number)).open("rb")) for number in range(len(sizes))]
+        found = digest_files([OpenFile(file.fileno(), size, "f") for file, size in zip(files, sizes, strict=True)], 3)
+    assert found == [naive(noise[number : number + size]) for number, size in enumerate(sizes)]
+
+
+def test_no_files_have_no_digests() -> None:
+    """Without a file nothing is read and no thread is started; empty files have the digest of nothing."""
+    assert digest_files([]) == []
+    assert digest_files([OpenFile(-1, 0, "never read")] * 2) == [naive(b"")] * 2
+
+
+def test_known_files_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only files without a known digest are read; the set's digest is of all of them, in order."""
+    folder = write_sharded(tmp_path, {f"{name}.safetensors": [name] for name in "abc"})
+    inodes = []
+    preadv = os.preadv
+
+    def note(fd: int, views: list[memoryview], offset: int) -> int:
+        inodes.append(os.fstat(fd).st_ino)
+        return preadv(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", note)
+    with open_checkpoint(folder) as checkpoint:
+        content, digests = digest_checkpoint(checkpoint)
+        assert sorted(inodes) == sorted(file.source.inode for file in checkpoint.files)
+        inodes.clear()
+        assert digest_checkpoint(checkpoint, known=[digests[0], None, digests[2]]) == (content, digests)
+        assert inodes == [checkpoint.files[1].source.inode]
+        other = "xxh3-128-4m:" + "0" * 32
+        assert digest_checkpoint(checkpoint, known=[other, *digests[1:]])[1] == [other, *digests[1:]]
+        with pytest.raises(ValueError):
+            digest_checkpoint(checkpoint, known=digests[:2])
 
 
 def test_checkpoint_is_digested_file_by_file(tmp_path: Path) -> None:

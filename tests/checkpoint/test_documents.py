@@ -144,9 +144,9 @@ def test_index_gives_map_and_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{}", "no weight_map"),
-        ('{"weight_map": {}}', "no weight_map"),
-        ('{"weight_map": ["a.safetensors"]}', "no weight_map"),
+        ("{}", "no weight_map: an object of tensor names to file names expected, found None"),
+        ('{"weight_map": {}}', "no weight_map: .* found {}"),
+        ('{"weight_map": ["a.safetensors"]}', r"no weight_map: .* found \['a.safetensors'\]"),
         ('{"weight_map": {"w": 1}}', "weight_map of 'w': a file name expected, found 1"),
         ('{"weight_map": {"w": "../a.safetensors"}}', r"a bare file name expected, found '\.\./a\.safetensors'"),
         ('{"weight_map": {"w": "/etc/a.safetensors"}}', "a bare file name expected, found '/etc/a.safetensors'"),
@@ -173,9 +173,16 @@ def test_listing_is_sorted_and_short() -> None:
     assert listing([f"{i:02}" for i in range(25)]).endswith("'18', '19' and 5 more")
 
 
-def test_half_a_surrogate_in_an_architecture_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"architectures": ["\\ud800"]}', r"architectures must be names, found \['\\ud800'\]"),
+        ('{"quantization_config": {"quant_method": "\\ud800"}}', r"quant_method must be a name, found '\\ud800'"),
+    ],
+)
+def test_half_a_surrogate_in_what_the_key_holds_is_refused(content: str, words: str, tmp_path: Path) -> None:
     """JSON can spell it, UTF-8 cannot carry it: refused by the file's name instead of breaking the manifest."""
     path = tmp_path / "config.json"
-    path.write_text('{"architectures": ["\\ud800"]}')
-    with pytest.raises(CheckpointError, match="architectures must be names"):
+    path.write_text(content)
+    with pytest.raises(CheckpointError, match=words):
         read_config(path)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.files import INDEX, as_nobody, open_folder, shard_bytes, wait_for_tick, write_sharded
+from tests.checkpoint.sets import CASES, SetCase
 from tests.checkpoint.strict_cases import entry, file_of
 from tests.leaks import NoDescriptorLeaks
 from weightcached.checkpoint import fileset
@@ -26,6 +27,21 @@ def refusal(path: str | Path) -> CheckpointError:
         with pytest.raises(CheckpointError) as caught:
             open_checkpoint(path)
         return caught.value
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_set(case: SetCase, tmp_path: Path) -> None:
+    """Each layout gives the files and tensors of its table, names what it leaves out, or is refused in its words."""
+    path = case.build(tmp_path / "models")
+    if case.refusal is not None:
+        assert case.refusal in str(refusal(path))
+        return
+    with NoDescriptorLeaks(), open_checkpoint(path) as checkpoint:
+        assert {file.name: [tensor.name for tensor in file.tensors] for file in checkpoint.files} == {
+            name: list(tensors) for name, tensors in case.files.items()
+        }
+        assert checkpoint.ignored == case.ignored
+        checkpoint.recheck()
 
 
 def test_one_file(tmp_path: Path) -> None:
@@ -157,13 +173,15 @@ def test_strays_beside_one_file(tmp_path: Path) -> None:
         assert checkpoint.ignored == ("._model.safetensors", "pytorch_model.bin")
 
 
-def test_several_files_without_an_index(tmp_path: Path) -> None:
-    """Which of them belong together is not guessed: all are listed, with what to do."""
-    for name in ("model.safetensors", "consolidated.safetensors"):
-        (tmp_path / name).write_bytes(shard_bytes(["w"]))
-    problem = refusal(tmp_path).problem
-    assert "2 files and no model.safetensors.index.json" in problem
-    assert "'consolidated.safetensors', 'model.safetensors'; give the path of one of them" in problem
+def test_file_in_a_folder_that_cannot_be_listed() -> None:
+    """A file given by its path needs no permission to list its folder; what lies beside it is then not known."""
+    with open_folder() as folder:
+        (folder / "unlisted").mkdir()
+        for name in ("model.safetensors", "other.safetensors"):
+            (folder / "unlisted" / name).write_bytes(shard_bytes(["w"]))
+        (folder / "unlisted").chmod(0o311)
+        with as_nobody(), open_checkpoint(folder / "unlisted" / "model.safetensors") as checkpoint:
+            assert ([file.name for file in checkpoint.files], checkpoint.ignored) == (["model.safetensors"], ())
 
 
 @pytest.mark.parametrize(
@@ -172,7 +190,7 @@ def test_several_files_without_an_index(tmp_path: Path) -> None:
         ((), "no *.safetensors file in this folder: give the folder that holds the weights"),
         (("config.json", "README.md"), "no *.safetensors file in this folder"),
         (("pytorch_model.bin",), "only *.safetensors files are read, found 'pytorch_model.bin': convert them"),
-        (("model.safetensors.incomplete",), "no *.safetensors file in this folder"),
+        (("model.safetensors.incomplete",), "'model.safetensors.incomplete': still being downloaded: wait for it"),
         ((".model.safetensors",), "no *.safetensors file in this folder"),
     ],
 )

@@ -1,27 +1,22 @@
-"""What the strict reader takes and refuses, case by case, and on files that a machine made up."""
+"""What the strict reader takes and refuses, case by case; `test_properties` has files that a machine made up."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-import safetensors
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from tests.checkpoint.oracle import library_refusal
 from tests.checkpoint.strict_cases import CASES, PAIR, Case, entry, file_of
 from tests.leaks import NoDescriptorLeaks
 from weightcached.checkpoint import header
 from weightcached.checkpoint.fileset import open_checkpoint
 from weightcached.checkpoint.header import Header, TensorRange, read_exactly, read_header
 from weightcached.errors import CheckpointChanged, CheckpointError
-from weightcached.shard.dtypes import DTYPES, tensor_bytes
 
 
 @contextmanager
@@ -40,15 +35,6 @@ def read(content: bytes) -> Header:
         return read_header(fd, len(content), "model.safetensors")
 
 
-def library_refusal(content: bytes) -> str | None:
-    """The library's own verdict on the whole file, by another of its entry points than the one that the reader uses."""
-    try:
-        safetensors.deserialize(content)
-    except safetensors.SafetensorError as error:
-        return str(error)
-    return None
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_verdict(case: Case) -> None:
     """Every case gets the verdict of its table; a refusal names the file and says which rule broke."""
@@ -65,7 +51,7 @@ def test_verdict(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_library_verdict(case: Case) -> None:
     """The safetensors library takes what the table says, so our strictness is known in full."""
-    refusal = library_refusal(case.content)
+    refusal = library_refusal(case.content, len(case.content))
     assert (refusal is None) == case.library_accepts, refusal
 
 
@@ -170,115 +156,3 @@ def test_many_tensors_are_read_quickly() -> None:
     """20,000 tensors, as mixture-of-experts checkpoints have, are validated in seconds at most (here: 0.2 s)."""
     names = {f"model.layers.{i}.weight": entry("BF16", [4, 8], 64 * i, 64 * i + 64) for i in range(20_000)}
     assert len(read(file_of(names, 64 * 20_000)).tensors) == 20_000
-
-
-Tensor = tuple[str, tuple[int, ...]]
-
-
-@st.composite
-def tensor_types(draw: st.DrawFn) -> Tensor:
-    """A dtype and a small shape that the format and torch both can hold."""
-    dtype = draw(st.sampled_from(sorted(DTYPES)))
-    shape = draw(st.lists(st.integers(0, 4), max_size=3))
-    group = {4: 2, 6: 4}.get(DTYPES[dtype].bits, 1)  # elements that fill whole bytes
-    if group > 1:
-        shape = [*shape, group * draw(st.integers(0, 3))]
-    return dtype, tuple(shape)
-
-
-names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(lambda name: name != "__metadata__")
-
-
-@st.composite
-def files(draw: st.DrawFn) -> tuple[dict[str, Any], bytes, list[str]]:
-    """A valid header in any order of its tensors, the data behind it, and the names in the order of their bytes."""
-    found = draw(st.dictionaries(names, tensor_types(), max_size=6))
-    placed, offset = {}, 0
-    for name, (dtype, shape) in found.items():
-        nbytes = tensor_bytes(dtype, shape)
-        assert nbytes is not None
-        placed[name] = entry(dtype, list(shape), offset, offset + nbytes)
-        offset += nbytes
-    head: dict[str, Any] = {name: placed[name] for name in draw(st.permutations(list(placed)))}
-    if draw(st.booleans()):
-        head["__metadata__"] = draw(
-            st.none() | st.dictionaries(names, st.text(st.characters(exclude_categories=["Cs"])))
-        )
-    return head, draw(st.binary(min_size=offset, max_size=offset)), list(placed)
-
-
-@settings(max_examples=150, deadline=None)
-@given(files(), st.booleans(), st.text(" \n\r\t", max_size=9))
-def test_valid_file_round_trips(made: tuple[dict[str, Any], bytes, list[str]], ascii_only: bool, space: str) -> None:
-    """Every valid file comes back with its names, dtypes, shapes, metadata and bytes, as the library sees them too."""
-    head, data, order = made
-    text = (json.dumps(head, ensure_ascii=ascii_only) + space).encode()
-    content = file_of(text) + data
-    found = read(content)
-    assert found.metadata == (head.pop("__metadata__", None) or {})
-    begins = [tensor.begin for tensor in found.tensors]
-    assert begins == sorted(begins)
-    assert {tensor.name for tensor in found.tensors} == set(order)
-    for tensor in found.tensors:
-        begin, end = head[tensor.name]["data_offsets"]
-        assert [tensor.dtype, list(tensor.shape)] == [head[tensor.name]["dtype"], head[tensor.name]["shape"]]
-        assert content[tensor.begin : tensor.end] == data[begin:end]
-    by_library = dict(safetensors.deserialize(content))
-    assert {tensor.name: content[tensor.begin : tensor.end] for tensor in found.tensors} == {
-        name: bytes(tensor["data"]) for name, tensor in by_library.items()
-    }
-
-
-def check_against_library(content: bytes) -> None:
-    """Our reader raises nothing but `CheckpointError`, and takes only what the library takes."""
-    try:
-        read(content)
-    except CheckpointError:
-        return
-    assert library_refusal(content) is None
-
-
-@settings(max_examples=300, deadline=None)
-@given(files(), st.data())
-def test_mutated_bytes_raise_only_checkpoint_errors(
-    made: tuple[dict[str, Any], bytes, list[str]], data: st.DataObject
-) -> None:
-    """Bytes changed, put in or left out anywhere in a valid file: refused in one way, or valid for the library too."""
-    content = bytearray(file_of(made[0]) + made[1])
-    for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(0, max(len(content) - 1, 0)))
-        removed = data.draw(st.integers(0, 3))
-        interesting = st.sampled_from(
-            [b"0", b"-", b"9" * 30, b'"', b"{", b"]", b",", b"\\ud800", b"\0", b"\xff", b"true"]
-        )
-        content[at : at + removed] = data.draw(st.binary(max_size=2) | interesting)
-    check_against_library(bytes(content))
-
-
-json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-2, 2**70)
-    | st.floats()
-    | st.text(max_size=5)
-    | st.sampled_from(sorted(DTYPES)),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(files(), st.data())
-def test_mutated_values_raise_only_checkpoint_errors(
-    made: tuple[dict[str, Any], bytes, list[str]], data: st.DataObject
-) -> None:
-    """A value of any type in any place of a valid header: refused in one way, or valid for the library too."""
-    head, content, _ = made
-    key = data.draw(st.sampled_from([*head, "__metadata__", "new"]))
-    value = data.draw(json_values)
-    if isinstance(head.get(key), dict) and key != "__metadata__" and data.draw(st.booleans()):
-        field = data.draw(st.sampled_from(["dtype", "shape", "data_offsets", "extra"]))
-        head[key] = {**head[key], field: value}
-    else:
-        head[key] = value
-    check_against_library(file_of(head) + content)

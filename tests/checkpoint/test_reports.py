@@ -164,6 +164,16 @@ def test_index_decides_between_two_shards_with_one_name(tmp_path: Path) -> None:
     assert "2 files and no model.safetensors.index.json that says which belong together" in problem_of(tmp_path)
 
 
+def test_a_head_of_its_own_is_read_though_the_config_ties_it(tmp_path: Path) -> None:
+    """vllm #51063: what the file holds is read, whatever the config says of ties; nothing is dropped or made up."""
+    for names in (["model.embed_tokens.weight", "lm_head.weight"], ["model.embed_tokens.weight"]):
+        for tied in ("true", "false"):
+            write(tmp_path, shard_bytes(names))
+            (tmp_path / "config.json").write_text(f'{{"tie_word_embeddings": {tied}}}')
+            with open_checkpoint(tmp_path) as checkpoint:
+                assert names_of(checkpoint) == {"model.safetensors": names}
+
+
 def test_truncation_under_the_reader_is_an_error_not_a_signal(tmp_path: Path) -> None:
     """TRT-LLM PR #17368, sglang #6083, safetensors #762: a file that shrinks while it is read ends in an exception."""
     head = {"w": entry("U8", [20 << 20], 0, 20 << 20)}

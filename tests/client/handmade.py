@@ -7,17 +7,20 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from weightcached.fds import OwnedFd
 from weightcached.paths import socket_path
+from weightcached.shard.checksum import checksum_host
 from weightcached.shard.host import HostSlab
 from weightcached.shard.key import ShardKey
 from weightcached.shard.manifest import (
     ALIGNMENT,
+    XXH3_64,
+    Checksums,
     ManifestHead,
     SlabEntry,
     SourceFile,
@@ -70,8 +73,13 @@ def make_shard(
     key: dict[str, Any] | None = None,
     attributes: dict[str, Any] | None = None,
     change_head: dict[str, Any] | None = None,
+    checksums: bool = False,
+    flip: Collection[str] = (),
 ) -> HandMade:
-    """Lays tensors round-robin over `slabs` sealed memfds."""
+    """Lays tensors round-robin over `slabs` sealed memfds.
+
+    With `checksums` the manifest has them; of the tensors named in `flip` a bit is changed after they were computed.
+    """
     entries: list[TensorEntry] = []
     sizes = [0] * slabs
     for number, raw in enumerate(tensors):
@@ -95,7 +103,24 @@ def make_shard(
     )
     head = replace(head, **(change_head or {}))
     table = TensorTable(tuple(entries), aliases or {})
-    return HandMade(head, table, write_manifest(head, table), [writer.seal() for writer in writers])
+    recorded = Checksums(XXH3_64, tuple(checksum_host(writers[e.slab].view, [e], 1).values[0] for e in entries))
+    for entry in entries:
+        if entry.name in flip:
+            writers[entry.slab].view[entry.offset + entry.nbytes // 2] ^= 0x10
+    manifest = write_manifest(head, table, recorded if checksums else None)
+    return HandMade(head, table, manifest, [writer.seal() for writer in writers])
+
+
+def publish(shard: HandMade, path: Path | None = None) -> None:
+    """Publishes to the worker of the shard's device as a loader does, and closes the publisher's descriptors."""
+    device = shard.head.device
+    with Connection.open(path or socket_path(device), device=device) as connection:
+        granted, fds = connection.request(Reserve(shard.head.model, shard.head.nbytes))
+        fds.close()
+        assert granted["generation"] == shard.head.generation
+        _, fds = connection.request(Publish(), [item.fileno() for item in (shard.manifest, *shard.slabs)])
+        fds.close()
+    shard.close()
 
 
 def read_file(path: Path) -> list[Raw]:
@@ -139,13 +164,7 @@ class RunningWorker:
 
     def publish(self, shard: HandMade) -> None:
         """Publishes as a loader does, and closes the publisher's descriptors."""
-        with Connection.open(self.path, device=DEVICE) as connection:
-            granted, fds = connection.request(Reserve(shard.head.model, shard.head.nbytes))
-            fds.close()
-            assert granted["generation"] == shard.head.generation
-            _, fds = connection.request(Publish(), [item.fileno() for item in (shard.manifest, *shard.slabs)])
-            fds.close()
-        shard.close()
+        publish(shard, self.path)
 
     def models(self, **models: dict[str, Any]) -> None:
         """What the service says of models that are not there (yet), known to the worker when this returns."""

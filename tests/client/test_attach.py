@@ -167,6 +167,42 @@ def test_dtype_and_key_must_match(worker: RunningWorker) -> None:
         attach("tiny", device=DEVICE, key={"colour": "red"})
 
 
+@pytest.mark.parametrize(
+    "field",
+    [f"{kind}_parallel_{part}" for kind in ("tensor", "pipeline", "expert", "data") for part in ("size", "rank")],
+)
+def test_a_slice_is_only_for_those_who_ask(worker: RunningWorker, field: str) -> None:
+    """A shard that is one rank's part, in any of the four ways, is refused by default and given to whoever names it."""
+    value = 2 if field.endswith("size") else 1
+    worker.publish(tiny(key={field: value}))
+
+    with pytest.raises(KeyMismatch, match=rf"{field} .*tensor_parallel=\(rank, size\)") as caught:
+        attach("tiny", device=DEVICE)
+    assert caught.value.differences == {field: [value - 1, value]}
+
+    attach("tiny", device=DEVICE, key={field: value}).close()
+
+
+def test_the_rank_that_is_wanted(worker: RunningWorker) -> None:
+    """`tensor_parallel` is (rank, size); another rank, another size and the whole model are mismatches."""
+    worker.publish(tiny(key={"tensor_parallel_size": 4, "tensor_parallel_rank": 3}))
+
+    attach("tiny", device=DEVICE, tensor_parallel=(3, 4)).close()
+    for wanted, differing in (((2, 4), {"rank"}), ((3, 8), {"size"}), ((0, 1), {"rank", "size"})):
+        with pytest.raises(KeyMismatch) as caught:
+            attach("tiny", device=DEVICE, tensor_parallel=wanted)
+        assert set(caught.value.differences) == {f"tensor_parallel_{part}" for part in differing}
+
+
+@pytest.mark.parametrize(
+    "wanted", [(1, 1), (-1, 2), (0, 0), (2, 2), (0,), (0, 1, 2), (0.0, 2), (False, True), "01", 2, None]
+)
+def test_a_rank_that_is_none_is_refused(wanted: Any) -> None:
+    """What is no (rank, size) with 0 <= rank < size is the caller's error."""
+    with pytest.raises(ValueError, match=r"tensor_parallel=.*it must be \(rank, size\)"):
+        attach("tiny", device=DEVICE, tensor_parallel=wanted)
+
+
 def test_a_miss_fails_at_once(worker: RunningWorker) -> None:
     """An absent, a loading and a failed model are three errors, each at once."""
     worker.models(slow={"state": "loading", "progress": 0.25}, bad={"state": "failed", "reason": "no such file"})

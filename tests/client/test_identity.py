@@ -7,19 +7,24 @@ import shutil
 import struct
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.checkpoint.files import wait_for_tick, write_sharded
 from tests.client.handmade import DEVICE, HandMade, RunningWorker, make_shard, read_file
 from tests.conftest import MakeCheckpoint
 from tests.leaks import NoDescriptorLeaks
+from tests.running import RunningService
 from weightcached import attach
-from weightcached.checkpoint import digest
+from weightcached.checkpoint import remembered
 from weightcached.checkpoint.digest import digest_checkpoint
 from weightcached.checkpoint.fileset import open_checkpoint
-from weightcached.errors import CheckpointError, KeyMismatch, NoSuchModel, TimedOut
+from weightcached.errors import CheckpointError, KeyMismatch, NoSuchModel, OtherContent, TimedOut
+from weightcached.shard.manifest import SourceFile
 
 
 def tensors(value: float) -> dict[str, Any]:
@@ -35,11 +40,46 @@ def folder(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> Path:
 
 def shard_of(folder: Path, model: str = "base", **key: Any) -> HandMade:
     """The shard that a loader makes of the folder."""
+    content, files = digests_of(folder)
+    raws = [raw for file in files for raw in read_file(folder / file.name)]
+    return make_shard(raws, model=model, files=tuple(files), key={"content": content, **key})
+
+
+def digests_of(folder: Path) -> tuple[str, list[SourceFile]]:
+    """The content of a checkpoint and its files with their digests, as a loader records them."""
     with open_checkpoint(folder) as checkpoint:
-        content, _ = digest_checkpoint(checkpoint)
-        files = tuple(file.source for file in checkpoint.files)
-    raws = read_file(folder / "model.safetensors")
-    return make_shard(raws, model=model, files=files, key={"content": content, **key})
+        content, digests = digest_checkpoint(checkpoint)
+        files = zip(checkpoint.files, digests, strict=True)
+        return content, [replace(file.source, digest=digest) for file, digest in files]
+
+
+def flip_last_bit(path: Path) -> None:
+    """Changes the lowest bit of the file's last byte in place; length, inode and mtime stay."""
+    wait_for_tick(path)
+    times = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert path.stat().st_mtime_ns == times.st_mtime_ns
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """A checkpoint of three files."""
+    return write_sharded(tmp_path / "sharded", {f"{name}.safetensors": [name, name * 2] for name in "abc"})
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each preadv from now on, with every file old enough to be remembered; only digests read with it."""
+    monkeypatch.setattr(remembered, "SETTLED_NS", 0)
+    counted: list[int] = []
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: counted.append(preadv(*args)) or counted[-1])
+    return counted
 
 
 @pytest.fixture
@@ -49,7 +89,7 @@ def no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(checkpoint: Any) -> Any:
         raise AssertionError("the checkpoint was read")
 
-    monkeypatch.setattr(digest, "digest_checkpoint", refuse)
+    monkeypatch.setattr(remembered, "digest_once", refuse)
 
 
 @pytest.mark.usefixtures("no_digest")
@@ -81,7 +121,7 @@ def test_a_fine_tune_never_gets_its_base_models_weights(
     """Two checkpoints with equal headers and sizes: each gets its own weights, and one that is not cached gets none."""
     tuned = make_checkpoint(tmp_path / "tuned" / "model.safetensors", tensors(2.0)).parent
     worker.publish(shard_of(folder))
-    with pytest.raises(NoSuchModel, match="tuned on host-0; there: base"):
+    with pytest.raises(OtherContent, match=r"tuned/model\.safetensors is not what base on host-0 was loaded from"):
         attach(checkpoint=tuned, device=DEVICE)
 
     worker.publish(shard_of(tuned, "tuned"))
@@ -91,16 +131,98 @@ def test_a_fine_tune_never_gets_its_base_models_weights(
             assert weights["w"].tolist() == [value] * 4
 
 
-def test_a_file_rewritten_since_the_load_is_another(
-    worker: RunningWorker, folder: Path, make_checkpoint: MakeCheckpoint
-) -> None:
-    """Other bytes of the same length in the same file are not what is cached."""
+def test_a_file_overwritten_in_place_is_another(worker: RunningWorker, folder: Path) -> None:
+    """Other bytes of the same length in the same file, its mtime set back: ctime tells, and the miss names the file."""
     worker.publish(shard_of(folder))
-    make_checkpoint(folder / "model.safetensors", tensors(3.0))
-    os.utime(folder / "model.safetensors", ns=(1, 1))
+    flip_last_bit(folder / "model.safetensors")
 
-    with pytest.raises(NoSuchModel):
+    with pytest.raises(OtherContent) as caught:
         attach(checkpoint=folder, device=DEVICE)
+    assert caught.value.file == str(folder / "model.safetensors")
+
+
+@pytest.fixture(params=["worker", "service"])
+def cached(request: pytest.FixtureRequest, runtime_dir: Path, sharded: Path) -> Iterator[Path]:
+    """The checkpoint of three files, cached as "base": published by hand, and loaded by a real service."""
+    if request.param == "worker":
+        request.getfixturevalue("worker").publish(shard_of(sharded))
+        yield sharded
+        return
+    config = f'devices = ["host-0"]\n[[model]]\nname = "base"\ncheckpoint = "{sharded}"\n'
+    service = RunningService(runtime_dir, config)
+    try:
+        service.ready()
+        yield sharded
+        service.stop()
+    finally:
+        service.abandon()
+
+
+def test_one_flipped_bit_is_a_miss_that_names_the_file(cached: Path, tmp_path: Path) -> None:
+    """In a copy whose last tensor has one other bit, the file with it is named, with its digest and the cached one."""
+    copy = Path(shutil.copytree(cached, tmp_path / "copy"))
+    with attach(checkpoint=copy, device=DEVICE) as weights:
+        assert list(weights) == ["a", "aa", "b", "bb", "c", "cc"]
+    flip_last_bit(copy / "c.safetensors")
+    here, recorded = (digests_of(path)[1][2].digest for path in (copy, cached))
+    assert here != recorded
+
+    with NoDescriptorLeaks(), pytest.raises(OtherContent) as caught:
+        attach(checkpoint=copy, device=DEVICE)
+
+    error = caught.value
+    assert (error.file, error.digest, error.recorded) == (str(copy / "c.safetensors"), here, recorded)
+    assert (error.cached, error.differing, error.files) == ("base", 1, 3)
+    assert (error.model, error.device, error.known) == (str(copy), DEVICE, ["base"])
+    with pytest.raises(TimedOut, match=rf"copy/c\.safetensors is not what base on host-0 .* {here}.* {recorded}"):
+        attach(checkpoint=copy, device=DEVICE, on_miss="wait", timeout=0.2)
+
+
+def test_the_nearest_model_is_named(worker: RunningWorker, sharded: Path, tmp_path: Path) -> None:
+    """Of several models with files of these sizes, the one with the fewest other files is compared with."""
+    for model, names in (("far", "ab"), ("near", "a"), ("further", "abc")):
+        other = Path(shutil.copytree(sharded, tmp_path / model))
+        for name in names:
+            flip_last_bit(other / f"{name}.safetensors")
+        worker.publish(shard_of(other, model))
+
+    with pytest.raises(OtherContent, match=r"a\.safetensors is not what near .* \(1 of 3 files differ\)"):
+        attach(checkpoint=sharded, device=DEVICE)
+
+
+@pytest.mark.parametrize("recorded", [None, "sha256:00", "xxh3-128-8m:00"])
+def test_what_is_not_recorded_is_not_named(
+    worker: RunningWorker, folder: Path, tmp_path: Path, recorded: str | None
+) -> None:
+    """Where no digest of this definition is recorded for a file, nothing is said of it: `NoSuchModel`."""
+    content, files = digests_of(folder)
+    files = [replace(file, digest=recorded) for file in files]
+    raws = read_file(folder / "model.safetensors")
+    worker.publish(make_shard(raws, model="base", files=tuple(files), key={"content": content}))
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    flip_last_bit(copy / "model.safetensors")
+
+    with pytest.raises(NoSuchModel, match="copy on host-0; there: base") as caught:
+        attach(checkpoint=copy, device=DEVICE)
+    assert type(caught.value) is NoSuchModel
+
+
+def test_a_copy_is_read_once(worker: RunningWorker, sharded: Path, tmp_path: Path, reads: list[int]) -> None:
+    """The first attach to a copy digests it; the next ones read nothing of it but headers, a miss neither."""
+    worker.publish(shard_of(sharded))
+    copy = Path(shutil.copytree(sharded, tmp_path / "copy"))
+    wait_for_tick(copy / "c.safetensors")
+    nbytes = sum(path.stat().st_size for path in copy.glob("*.safetensors"))
+    reads.clear()
+
+    for _ in range(3):
+        attach(checkpoint=copy, device=DEVICE).close()
+        assert sum(reads) == nbytes
+    flip_last_bit(copy / "b.safetensors")
+    for _ in range(2):
+        with pytest.raises(OtherContent, match=r"b\.safetensors"):
+            attach(checkpoint=copy, device=DEVICE)
+        assert sum(reads) == nbytes + (copy / "b.safetensors").stat().st_size
 
 
 def test_files_of_another_size_are_not_read(
@@ -124,8 +246,13 @@ def test_a_name_and_a_checkpoint_must_both_fit(
 
     with attach("again", checkpoint=folder, device=DEVICE) as weights:
         assert weights.manifest.model == "again"
-    with pytest.raises(NoSuchModel, match="no model base on host-0"):
+    with pytest.raises(OtherContent) as caught:
         attach("base", checkpoint=tuned, device=DEVICE)
+    assert (caught.value.model, caught.value.cached) == ("base", "base")
+    worker.publish(shard_of(tuned, "tuned"))
+    with pytest.raises(OtherContent) as caught:  # tuned is there by its times, unread; it is not base nevertheless
+        attach("base", checkpoint=tuned, device=DEVICE)
+    assert (caught.value.cached, caught.value.digest) == ("base", digests_of(tuned)[1][0].digest)
 
 
 def test_the_key_decides_between_equals(worker: RunningWorker, folder: Path) -> None:
@@ -134,13 +261,36 @@ def test_the_key_decides_between_equals(worker: RunningWorker, folder: Path) -> 
     worker.publish(shard_of(folder, "rank1", tensor_parallel_size=2, tensor_parallel_rank=1))
     worker.publish(shard_of(folder, "engine", layout="vllm/1"))
 
-    with attach(checkpoint=folder, device=DEVICE, key={"tensor_parallel_rank": 1}) as weights:
+    with attach(checkpoint=folder, device=DEVICE, tensor_parallel=(1, 2)) as weights:
         assert weights.manifest.model == "rank1"
     with attach(checkpoint=folder, device=DEVICE, key={"layout": "vllm/1"}) as weights:
         assert weights.manifest.model == "engine"
-    with pytest.raises(KeyMismatch) as caught:
-        attach(checkpoint=folder, device=DEVICE, key={"tensor_parallel_size": 1})
+    with pytest.raises(KeyMismatch, match=r"tensor_parallel=\(rank, size\)") as caught:
+        attach(checkpoint=folder, device=DEVICE)
     assert caught.value.differences == {"tensor_parallel_size": [1, 2]}
+
+
+def test_a_stage_is_found_by_its_layers(worker: RunningWorker, folder: Path) -> None:
+    """A wanted range of layers, a tuple here and a list on the wire, picks its stage."""
+    size = {"pipeline_parallel_size": 2}
+    worker.publish(shard_of(folder, "first", layers=(0, 4), **size))
+    worker.publish(shard_of(folder, "second", layers=(4, 8), pipeline_parallel_rank=1, **size))
+
+    with attach(
+        checkpoint=folder, device=DEVICE, key={"layers": (4, 8), "pipeline_parallel_rank": 1, **size}
+    ) as weights:
+        assert weights.manifest.model == "second"
+
+
+@pytest.mark.usefixtures("no_digest")
+def test_a_slice_of_these_files_tells_their_content(worker: RunningWorker, folder: Path, tmp_path: Path) -> None:
+    """The whole model was loaded from a copy, a slice from these files: the whole one is found, without reading."""
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    worker.publish(shard_of(folder, "slice", tensor_parallel_size=2))
+    worker.publish(shard_of(copy, "whole"))
+
+    with attach(checkpoint=folder, device=DEVICE) as weights:
+        assert weights.manifest.model == "whole"
 
 
 def test_a_draining_model_is_not_offered(worker: RunningWorker, folder: Path) -> None:
@@ -180,13 +330,13 @@ def test_a_digest_does_not_use_up_the_time(
     """A digest that takes longer than the timeout still ends in an attach."""
     worker.publish(shard_of(folder))
     shutil.copytree(folder, tmp_path / "copy")
-    real = digest.digest_checkpoint
+    real = remembered.digest_once
 
     def slow(checkpoint: Any) -> Any:
         threading.Event().wait(1.2)
         return real(checkpoint)
 
-    monkeypatch.setattr(digest, "digest_checkpoint", slow)
+    monkeypatch.setattr(remembered, "digest_once", slow)
     with attach(checkpoint=tmp_path / "copy", device=DEVICE, timeout=1.0) as weights:
         assert weights["w"].tolist() == [1.0] * 4
 

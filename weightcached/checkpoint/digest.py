@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
-from ..errors import CheckpointChanged, CheckpointError
+from .reading import read_fully
 
 if TYPE_CHECKING:
     from .fileset import Checkpoint
@@ -29,6 +29,7 @@ BLOCK_BYTES = 4 << 20
 DIGEST_BYTES = 16
 FILE_PREFIX = "xxh3-128-4m:"
 SET_PREFIX = "xxh3-128-4m-set:"
+MAX_THREADS = 16  # each with a buffer of one block
 
 
 def block_count(size: int) -> int:
@@ -79,67 +80,74 @@ def checkpoint_digest(file_digests: list[str]) -> str:
     return SET_PREFIX + xxhash.xxh3_128("".join(file_digests).encode()).hexdigest()
 
 
-def digest_file(fd: int, size: int, threads: int = 4, file: str = "the file") -> str:
-    """Reads `size` bytes of `fd` with preadv in `threads` threads of one 4 MiB buffer each, and returns their digest.
+class OpenFile(NamedTuple):
+    """A file to digest: its descriptor, which stays the caller's, its size in bytes, and its name for errors."""
 
-    `fd` stays the caller's. Raises `CheckpointChanged` when the file ends early, `CheckpointError` when a read fails;
-    `file` is the name for the error.
+    fd: int
+    size: int
+    path: str
+
+
+def digest_files(files: Sequence[OpenFile], threads: int | None = None) -> list[str]:
+    """The digest of each file, in order, by `threads` threads of one 4 MiB buffer each; None: as fits this host.
+
+    The blocks of all files are one queue, so many small files keep the threads as busy as one large file does. Raises
+    `CheckpointChanged` when a file ends early and `CheckpointError` when a read fails; then no thread begins another
+    block.
     """
-    digest = FileDigest(size)
-    blocks = iter(range(block_count(size)))
+    digests = [FileDigest(file.size) for file in files]
+    counts = [block_count(file.size) for file in files]
+    blocks = ((number, index) for number, count in enumerate(counts) for index in range(count))
     lock, stop = threading.Lock(), threading.Event()
 
-    def next_block() -> int | None:
+    def next_block() -> tuple[int, int] | None:
         with lock:
             return None if stop.is_set() else next(blocks, None)
 
     def work() -> None:
-        buffer = memoryview(bytearray(min(BLOCK_BYTES, size)))
-        try:
-            while (index := next_block()) is not None:
-                offset = index * BLOCK_BYTES
-                view = buffer[: min(BLOCK_BYTES, size - offset)]
-                _fill(fd, view, offset, size, file)
-                digest.put(index, block_digest([view]))
-        except CheckpointError:
-            stop.set()  # the others end with their block, not with the file
-            raise
+        buffer = memoryview(bytearray(min(BLOCK_BYTES, max(file.size for file in files))))
+        while (block := next_block()) is not None:
+            number, index = block
+            fd, size, path = files[number]
+            offset = index * BLOCK_BYTES
+            view = buffer[: min(BLOCK_BYTES, size - offset)]
+            read_fully(fd, path, [view], offset)
+            digests[number].put(index, block_digest([view]))
 
-    workers = min(max(threads, 1), block_count(size))
-    if workers <= 1:
+    workers = min(threads or _usual_threads(), sum(counts))
+    if workers > 1:
+        with ThreadPoolExecutor(workers, thread_name_prefix="digest") as pool:
+            try:
+                running = [pool.submit(work) for _ in range(workers)]
+                ended, _ = wait(running, return_when=FIRST_EXCEPTION)
+            finally:  # also for what a signal handler raises in this thread while it waits
+                stop.set()
+        for worker in [*ended, *running]:
+            worker.result()
+    elif workers:
         work()
-        return digest.value()
-    with ThreadPoolExecutor(workers, thread_name_prefix="digest") as pool:
-        try:
-            for done in [pool.submit(work) for _ in range(workers)]:
-                done.result()
-        finally:
-            stop.set()  # also when the caller is interrupted
-    return digest.value()
+    return [digest.value() for digest in digests]
 
 
-def digest_checkpoint(checkpoint: Checkpoint, threads: int = 4) -> tuple[str, list[str]]:
-    """The digest of the set and of each file in order. `CheckpointChanged` when a file changed since it was opened."""
-    digests = [
-        digest_file(file.fd.fileno(), file.source.size, threads, str(checkpoint.folder / file.name))
-        for file in checkpoint.files
+def digest_checkpoint(
+    checkpoint: Checkpoint, threads: int | None = None, known: Sequence[str | None] | None = None
+) -> tuple[str, list[str]]:
+    """The digest of the set and of each file in order; only files whose digest in `known` is None are read.
+
+    `CheckpointChanged` when a file changed since it was opened.
+    """
+    given = list(known) if known is not None else [None] * len(checkpoint.files)
+    to_read = [
+        OpenFile(file.fd.fileno(), file.source.size, str(checkpoint.folder / file.name))
+        for file, digest in zip(checkpoint.files, given, strict=True)
+        if digest is None
     ]
+    read = iter(digest_files(to_read, threads))
+    digests = [next(read) if digest is None else digest for digest in given]
     checkpoint.recheck()
     return checkpoint_digest(digests), digests
 
 
-def _fill(fd: int, view: memoryview, offset: int, size: int, file: str) -> None:
-    done = 0
-    while done < len(view):
-        try:
-            count = os.preadv(fd, [view[done:]], offset + done)
-        except OSError as error:
-            raise CheckpointError(
-                file=file, problem=f"cannot read at byte {offset + done}: {error.strerror}"
-            ) from error
-        if not count:
-            found = os.fstat(fd).st_size
-            raise CheckpointChanged(
-                file=file, problem=f"shrank while it was read: {size} bytes expected, {found} found"
-            )
-        done += count
+def _usual_threads() -> int:
+    """One per usable core, and 4 at least: a thread that waits for a disk uses no core."""
+    return min(MAX_THREADS, max(4, len(os.sched_getaffinity(0))))

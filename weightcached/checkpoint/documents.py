@@ -79,6 +79,9 @@ def read_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             file=str(path), problem=f"quantization_config must be an object, found {short(quantization)}"
         )
+    method = (quantization or {}).get("quant_method")
+    if isinstance(method, str) and not is_unicode(method):
+        raise CheckpointError(file=str(path), problem=f"quant_method must be a name, found {short(method)}")
     return config
 
 
@@ -90,7 +93,10 @@ def read_index(path: Path) -> tuple[dict[str, str], int | None]:
     index = _read_object(path, strict=True)
     mapping = index.get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
-        raise CheckpointError(file=str(path), problem="no weight_map: an object of tensor names to file names expected")
+        raise CheckpointError(
+            file=str(path),
+            problem=f"no weight_map: an object of tensor names to file names expected, found {short(mapping)}",
+        )
     checked: set[str] = set()
     for tensor, name in mapping.items():
         if not isinstance(name, str):

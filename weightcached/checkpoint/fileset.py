@@ -3,7 +3,10 @@
     folder with model.safetensors.index.json   the files that the index names, and nothing else
     folder with one *.safetensors              that file
     folder with several and no index           refused: which of them belong together would be a guess
-    one *.safetensors file                     that file
+    folder with one part of several (-00001-of-00002) and no index     refused: the rest is missing
+    one *.safetensors file                     that file, one part of several too: it was asked for
+
+Other weights in the folder, of other formats or half downloaded, are never read; `Checkpoint.ignored` names them.
 
 Names are judged before links are followed: in a Hugging Face cache ``snapshots/<revision>/model.safetensors`` points to
 ``blobs/<sha256>``, which has no suffix.
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -26,11 +30,23 @@ from ..fds import OwnedFd
 from ..shard.dtypes import DTYPES
 from ..shard.manifest import SourceFile
 from .documents import CONFIG, INDEX, SUFFIX, file_status, listing, open_regular, read_config, read_index
-from .header import Header, TensorRange, read_header
+from .header import Header, TensorRange, read_header, short
 
 logger = logging.getLogger(__name__)
 
-_OTHER_WEIGHTS = ("pytorch_model*.bin", "model*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
+_UNFINISHED = ".incomplete"  # huggingface_hub writes to blobs/<sha256>.incomplete, and renames it at the end
+_UNFINISHED_PROBLEM = "still being downloaded: wait for it, or fetch it again"
+_OTHER_WEIGHTS = (
+    "pytorch_model*.bin",
+    "model*.bin",
+    "*.pt",
+    "*.pth",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    f"*{_UNFINISHED}",
+)
+_PART = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")  # as transformers and huggingface_hub name the files of a set
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +98,8 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str | None:
-        """Torch's name of the floating type that holds the most bytes; None without one, or where torch lacks it."""
-        held: dict[str, int] = {}
-        for tensor in self.tensors():
-            if DTYPES[tensor.dtype].floating:
-                held[tensor.dtype] = held.get(tensor.dtype, 0) + tensor.nbytes
-        # Between equals the name decides, so that the answer does not hang on the order of tensors.
-        return DTYPES[max(held, key=lambda name: (held[name], name))].torch_name if held else None
+        """`main_dtype` of the tensors to be loaded."""
+        return main_dtype((tensor.dtype, tensor.nbytes) for tensor in self.tensors())
 
     def tensors(self) -> Iterator[TensorRange]:
         """Every tensor to be loaded: file by file, each in the order of its bytes."""
@@ -122,6 +133,19 @@ class Checkpoint:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def main_dtype(tensors: Iterable[tuple[str, int]]) -> str | None:
+    """Torch's name of the floating type that holds the most bytes, None without one or where torch lacks it.
+
+    `tensors` are (dtype, bytes) pairs.
+    """
+    held: dict[str, int] = {}
+    for dtype, nbytes in tensors:
+        if DTYPES[dtype].floating:
+            held[dtype] = held.get(dtype, 0) + nbytes
+    # Between equals the name decides, so that the answer does not hang on the order of tensors.
+    return DTYPES[max(held, key=lambda name: (held[name], name))].torch_name if held else None
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -166,24 +190,30 @@ class _Choice:
 
 
 def _single(path: Path) -> _Choice:
+    if path.name.endswith(_UNFINISHED):
+        raise CheckpointError(file=str(path), problem=_UNFINISHED_PROBLEM)
     if path.name == INDEX:
         raise CheckpointError(file=str(path), problem="an index, not weights: give the folder that holds it")
     if not path.name.endswith(SUFFIX):
         raise CheckpointError(
             file=str(path), problem=f"only files named *{SUFFIX} and folders of them are read: convert other formats"
         )
-    return _Choice([path.name])
+    try:
+        beside = os.listdir(path.parent)
+    except OSError:  # a folder that may be entered and not listed: the file is there all the same
+        beside = []
+    found, others = _weights(beside)
+    return _Choice([path.name], _without(found + others, [path.name]))
 
 
 def _choose(folder: Path) -> _Choice:
     try:
-        entries = sorted(os.listdir(folder))
+        entries = os.listdir(folder)
     except OSError as error:
         raise CheckpointError(
             file=str(folder), problem=f"cannot be listed by uid {os.geteuid()}: {error.strerror}"
         ) from error
-    found = [name for name in entries if name.endswith(SUFFIX)]
-    others = [name for name in entries if any(fnmatch(name, pattern) for pattern in _OTHER_WEIGHTS)]
+    found, others = _weights(entries)
     if INDEX in entries:
         return _indexed(folder, found + others)
     # Names with a leading dot are other programs' business, such as the "._" companions that macOS leaves behind.
@@ -195,6 +225,8 @@ def _choose(folder: Path) -> _Choice:
             "give the path of one of them, or fetch the index",
         )
     if not candidates and others:
+        if unfinished := [name for name in others if name.endswith(_UNFINISHED)]:
+            raise CheckpointError(file=str(folder), problem=f"{listing(unfinished)}: {_UNFINISHED_PROBLEM}")
         raise CheckpointError(
             file=str(folder), problem=f"only *{SUFFIX} files are read, found {listing(others)}: convert them"
         )
@@ -202,7 +234,20 @@ def _choose(folder: Path) -> _Choice:
         raise CheckpointError(
             file=str(folder), problem=f"no *{SUFFIX} file in this folder: give the folder that holds the weights"
         )
+    part = _PART.search(candidates[0])
+    if part and int(part[2]) > 1:
+        raise CheckpointError(
+            file=str(folder),
+            problem=f"{short(candidates[0])} is one of {int(part[2])} files by its name, and neither the others nor "
+            f"{INDEX} are here: fetch them, or give the path of this file if it is all that you want",
+        )
     return _Choice(candidates, _without(found + others, candidates))
+
+
+def _weights(entries: list[str]) -> tuple[list[str], list[str]]:
+    """The safetensors files among a folder's entries, sorted, and what else holds weights."""
+    found = sorted(name for name in entries if name.endswith(SUFFIX))
+    return found, [name for name in entries if any(fnmatch(name, pattern) for pattern in _OTHER_WEIGHTS)]
 
 
 def _indexed(folder: Path, weights: list[str]) -> _Choice:
@@ -222,9 +267,9 @@ def _indexed(folder: Path, weights: list[str]) -> _Choice:
 
 def _open_weights(path: Path) -> OwnedFd:
     file_status(path)  # first, since realpath has no words for a name that cannot be
-    # huggingface_hub writes to blobs/<sha256>.incomplete and renames it at the end of the download.
-    if os.path.realpath(path).endswith(".incomplete"):
-        raise CheckpointError(file=str(path), problem="still being downloaded: wait for it, or fetch it again")
+    # aria2 makes the file in its full size, keeps notes beside it, and removes them when every piece is there.
+    if os.path.realpath(path).endswith(_UNFINISHED) or os.path.lexists(f"{path}.aria2"):
+        raise CheckpointError(file=str(path), problem=_UNFINISHED_PROBLEM)
     return open_regular(path)
 
 

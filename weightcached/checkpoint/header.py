@@ -26,6 +26,7 @@ import json
 import logging
 import os
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NoReturn
 
 from ..errors import CheckpointChanged, CheckpointError
@@ -36,11 +37,13 @@ logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _LENGTH_BYTES = 8
+_SHORTEST = len("{}")
 LFS_POINTER = b"version https://git-lfs"
 LFS_PROBLEM = "a Git LFS pointer, not weights: run `git lfs pull`"
 _METADATA = "__metadata__"
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 _MAX_BITS = 2**63 - 1
+_SHOWN = 120  # characters of a value in a sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +80,14 @@ def read_header(fd: int, size: int, file: str) -> Header:
     try:
         root = _parse(raw)
         metadata = _metadata(root)
-        tensors = _tensors(root, file)
-        _check_layout(tensors, size - data_start)
+        tensors = _tensors(root, data_start, file)
+        _check_layout(tensors, data_start, size)
     except _Refused as refused:
         raise CheckpointError(file=file, problem=str(refused)) from None
     reason = reference_refusal(len(raw).to_bytes(_LENGTH_BYTES, "little") + raw, size, file)
     if reason is not None:
         raise CheckpointError(file=file, problem=f"refused by the safetensors library: {reason}")
-    placed = (TensorRange(t.name, t.dtype, t.shape, t.begin + data_start, t.end + data_start) for t in tensors)
-    return Header(tuple(placed), metadata, data_start)
+    return Header(tuple(tensors), metadata, data_start)
 
 
 class _Refused(Exception):
@@ -108,6 +110,8 @@ def _read_raw(fd: int, size: int, file: str) -> bytes:
             file=file, problem=f"not a safetensors file: at least {_LENGTH_BYTES} bytes expected, {size} found"
         )
     length = int.from_bytes(start[:_LENGTH_BYTES], "little")
+    if length < _SHORTEST:
+        raise CheckpointError(file=file, problem=f"header of {length} bytes, at least {_SHORTEST} are needed: {{}}")
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(
             file=file,
@@ -198,23 +202,24 @@ def _metadata(root: _Object) -> dict[str, str]:
     return dict(found)
 
 
-def _tensors(root: _Object, file: str) -> list[TensorRange]:
-    """Every entry by itself, offsets still counted from the data; sorted by (begin, end)."""
+def _tensors(root: _Object, data_start: int, file: str) -> list[TensorRange]:
+    """Every entry, judged by itself; sorted by (begin, end)."""
     tensors: list[TensorRange] = []
     unknown: set[str] = set()
     for name, entry in root.items():
         if name == _METADATA:
             continue
         _require_unicode(name, "tensor name")
-        tensors.append(_tensor(name, entry))
-        unknown.update(entry.keys() - _FIELDS)
+        tensors.append(_tensor(name, entry, data_start))
+        if len(entry) > len(_FIELDS):
+            unknown.update(entry.keys() - _FIELDS)
     if unknown:
         logger.warning("%s: unknown fields of tensors ignored: %s", file, short(sorted(unknown)))
     # By begin alone an empty tensor could land after the tensor that shares its start, and look like an overlap.
-    return sorted(tensors, key=lambda tensor: (tensor.begin, tensor.end))
+    return sorted(tensors, key=attrgetter("begin", "end"))
 
 
-def _tensor(name: str, entry: object) -> TensorRange:
+def _tensor(name: str, entry: object, data_start: int) -> TensorRange:
     def refused(problem: str) -> _Refused:
         return _Refused(f"tensor {short(name)}: {problem}")
 
@@ -239,7 +244,7 @@ def _tensor(name: str, entry: object) -> TensorRange:
         raise refused(expected)
     if end - begin != expected:
         raise refused(f"{dtype} {short(shape)} takes {expected} bytes, data_offsets hold {short(end - begin)}")
-    return TensorRange(name, dtype, tuple(shape), begin, end)
+    return TensorRange(name, dtype, tuple(shape), begin + data_start, end + data_start)
 
 
 def _expected_bytes(dtype: str, shape: list[int]) -> int | str:
@@ -258,30 +263,33 @@ def _expected_bytes(dtype: str, shape: list[int]) -> int | str:
     return bits // 8
 
 
-def _check_layout(tensors: list[TensorRange], data_bytes: int) -> None:
-    """The tensors follow each other without hole or overlap from the first data byte to the last."""
-    cursor, before = 0, "the header"
+def _check_layout(tensors: list[TensorRange], data_start: int, size: int) -> None:
+    """The tensors follow each other without hole or overlap from the first data byte to the last.
+
+    The sentences count from the first data byte, as data_offsets do.
+    """
+    cursor, before = data_start, None
     for tensor in tensors:
-        if tensor.begin > cursor:
+        if tensor.begin != cursor:
+            neighbour = "the header" if before is None else f"tensor {short(before.name)}"
+            why = f", where {neighbour} ends; the bytes between belong to no tensor"
+            if tensor.begin < cursor:
+                why = f": it overlaps {neighbour}"
             raise _Refused(
-                f"tensor {short(tensor.name)}: data_offsets begin at {short(tensor.begin)}, expected {cursor}, "
-                f"where {before} ends; the bytes between belong to no tensor"
+                f"tensor {short(tensor.name)}: data_offsets begin at {short(tensor.begin - data_start)}, "
+                f"expected {cursor - data_start}{why}"
             )
-        if tensor.begin < cursor:
-            raise _Refused(
-                f"tensor {short(tensor.name)}: data_offsets begin at {tensor.begin}, expected {cursor}: "
-                f"it overlaps {before}"
-            )
-        cursor, before = tensor.end, f"tensor {short(tensor.name)}"
-    if cursor > data_bytes:
+        cursor, before = tensor.end, tensor
+    expected, found = cursor - data_start, size - data_start
+    if expected > found:
+        cut = next(tensor for tensor in tensors if tensor.end > size)
         raise _Refused(
-            f"truncated: {short(cursor)} bytes of tensors expected after the header, {data_bytes} found; "
-            "fetch the file again"
+            f"truncated: {short(expected)} bytes of tensors expected after the header, {found} found, "
+            f"which ends before tensor {short(cut.name)} does; fetch the file again"
         )
-    if cursor < data_bytes:
+    if expected < found:
         raise _Refused(
-            f"{data_bytes - cursor} trailing bytes: {cursor} bytes of tensors expected after the header, "
-            f"{data_bytes} found"
+            f"{found - expected} trailing bytes: {expected} bytes of tensors expected after the header, {found} found"
         )
 
 
@@ -316,5 +324,7 @@ def _kind(value: object) -> str:
 def short(value: object) -> str:
     """A value for a sentence, cut where a hostile file would fill the log. An int of over 4300 digits cannot be here:
     Python's JSON reader refuses it."""
+    if isinstance(value, list | str):  # which may have millions of elements; each takes a character at least
+        value = value[: _SHOWN + 1]
     text = repr(value)
-    return text if len(text) <= 120 else f"{text[:120]}..."
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

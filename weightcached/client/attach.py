@@ -34,6 +34,7 @@ Mode = Literal["zero_copy", "copy"]
 Document = bytes | memoryview
 OnMiss = Literal["fail", "wait"]
 
+_SPLITS = ("tensor", "pipeline", "expert", "data")
 LONGEST_SECONDS = 1e6  # eleven days; sockets and poll take no more than some 2e6
 _ANSWER_SECONDS = 5.0  # beyond the wait that the worker itself was asked for
 _RETRY_SECONDS = 0.1  # a bound socket that does not listen yet gives no event when it does
@@ -48,6 +49,7 @@ def attach(
     on_miss: OnMiss = "fail",
     timeout: float = 30.0,
     dtype: str | torch.dtype | None = None,
+    tensor_parallel: tuple[int, int] = (0, 1),
     key: dict[str, Any] | None = None,
 ) -> Weights:
     """The cached weights of `model`, or of whichever cached model holds the bytes of `checkpoint`.
@@ -55,7 +57,9 @@ def attach(
     Args:
         model: the name in the service's config.
         checkpoint: a folder with ``*.safetensors`` or one such file. It is the same when every file's device, inode,
-            size and times are what the loader saw; else, at equal sizes, its whole content is digested and compared.
+            size and times are what the loader saw; else, at equal sizes, its whole content is digested and compared,
+            and the digest is remembered in ``$XDG_CACHE_HOME/weightcached``. Equal sizes with other bytes are
+            `OtherContent`, a `NoSuchModel` that names the file.
         device: "host-0", "cpu" (host-0), "GPU-<uuid>", "MIG-<uuid>", "cuda:1" or a torch.device; None is torch's
             current CUDA device.
         mode: "zero_copy" maps the cached memory: read-only on a GPU, copy-on-write on the host. "copy" gives private
@@ -64,8 +68,11 @@ def attach(
             for the service and for the model, which is loaded if its config says ``preload = false``. With `checkpoint`
             it only waits: a model is loaded by its name.
         timeout: seconds for everything, connecting and waiting included, a digest excepted.
-        dtype: the element type the model must have, such as torch.bfloat16 or "bfloat16".
-        key: fields of `ShardKey` that must match; `KeyMismatch` lists those that do not.
+        dtype: the element type the model must have, such as torch.bfloat16 or "bfloat16". Without it, with
+            `checkpoint`, a model that was cast while loading does not match.
+        tensor_parallel: (rank, size); the default is the whole model, so nobody gets a slice unasked.
+        key: fields of `ShardKey` that must match; `KeyMismatch` lists those that do not. Without them a shard must be
+            the whole of pipeline, expert and data parallel too: size 1, rank 0.
 
     Raises every error above, `TimedOut`, `NoSuchDevice`, `WrongDevice`, `ManifestError`, and `MissingDependency`
     without torch. The tensors must not be used in a forked child: CUDA forbids it, and a lease belongs to one process;
@@ -79,9 +86,11 @@ def attach(
         raise ValueError(f"timeout={timeout!r}; it must be seconds, 0 or more")
     timeout = min(timeout, LONGEST_SECONDS)
     import_torch("attach")
-    wanted = dict(key or {})
+    wanted = {**_rank_fields(tensor_parallel), **(key or {})}
     if dtype is not None:
         wanted["dtype"] = str(dtype).removeprefix("torch.")
+    elif checkpoint is not None:
+        wanted.setdefault("cast", None)  # who names files and no dtype means their bytes
     target = resolve(device)
     request = _Request(model, None if checkpoint is None else Path(checkpoint), wanted, target, mode)
     end = time.monotonic() + timeout
@@ -259,6 +268,15 @@ def _map(
         raise WrongDevice(wanted=target.name, found=head.device)
     lease = Lease(connection)
     return head, table, map_slabs(head, slabs, lease, target), lease
+
+
+def _rank_fields(tensor_parallel: tuple[int, int]) -> dict[str, Any]:
+    """The key fields of one tensor parallel rank of an otherwise whole model. `ValueError` for what is no rank."""
+    match tensor_parallel:
+        case (int(rank), int(size)) if 0 <= rank < size and not isinstance(rank, bool) and not isinstance(size, bool):
+            whole = {f"{kind}_parallel_{part}": n for kind in _SPLITS for part, n in (("size", 1), ("rank", 0))}
+            return {**whole, "tensor_parallel_size": size, "tensor_parallel_rank": rank}
+    raise ValueError(f"tensor_parallel={tensor_parallel!r}; it must be (rank, size), rank from 0 to size - 1")
 
 
 def require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

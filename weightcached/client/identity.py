@@ -7,13 +7,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import NoSuchModel, TimedOut
+from ..errors import NoSuchModel, OtherContent, TimedOut
+from ..shard.key import ShardKey
 from ..shard.manifest import SourceFile, known_fields
 from ..wire.connection import Connection, seconds_left
 from ..wire.messages import Status, Subscribe
 
 if TYPE_CHECKING:
     from ..checkpoint.fileset import Checkpoint
+
+Shard = dict[str, Any]  # as a worker's status describes it
 
 
 class Wanted(NamedTuple):
@@ -35,9 +38,10 @@ class Found(NamedTuple):
 def find_checkpoint(wanted: Wanted, socket: Path, device: str, end: float, *, wait: bool) -> Found:
     """The cached model with the same bytes; with `wait`, looked for again at every change until `end` (monotonic).
 
-    `end` moves by the seconds that a digest takes: reading many gigabytes would otherwise always be too late. Raises
-    `NoSuchModel` (`TimedOut` with `wait`) if there is none, `CheckpointError` for a checkpoint that cannot be read, and
-    what `Connection` raises.
+    Of several, one with the wanted key comes first. `end` moves by the seconds that a digest takes: reading many
+    gigabytes would otherwise always be too late. Raises `NoSuchModel` (`TimedOut` with `wait`) if there is none, more
+    exactly `OtherContent` where a file that differs can be named; `CheckpointError` for a checkpoint that cannot be
+    read, and what `Connection` raises.
     """
     from ..checkpoint.fileset import open_checkpoint
 
@@ -47,17 +51,16 @@ def find_checkpoint(wanted: Wanted, socket: Path, device: str, end: float, *, wa
         with Connection.open(socket, device=device, timeout=seconds_left(end)) as connection:
             status, fds = connection.request(Subscribe() if wait else Status(), timeout=seconds_left(end))
             fds.close()
-            while (found := disk.find(_candidates(status["shards"], wanted))) is None:
+            while (found := disk.find(status["shards"], wanted)) is None:
+                miss = disk.miss(status["shards"], wanted, device)
                 if not wait:
-                    known = sorted({shard["model"] for shard in status["shards"]})
-                    raise NoSuchModel(model=wanted.model or str(wanted.checkpoint), device=device, known=known)
+                    raise miss
                 try:
                     connection.next_event(seconds_left(end + disk.digesting))
                 except TimedOut:
-                    there = ", ".join(sorted({shard["model"] for shard in status["shards"]})) or "nothing"
-                    wanted_for = f"a cached model with the bytes of {wanted.checkpoint}; on {device} there is {there}"
+                    waited_for = f"a cached model with the bytes of {wanted.checkpoint}: {miss}"
                     seconds = round(time.monotonic() - started, 1)
-                    raise TimedOut(path=str(socket), seconds=seconds, waited_for=wanted_for) from None
+                    raise TimedOut(path=str(socket), seconds=seconds, waited_for=waited_for) from None
                 status, fds = connection.request(Status(), timeout=seconds_left(end + disk.digesting))
                 fds.close()
             return Found(*found, disk.digesting)
@@ -68,35 +71,78 @@ class _OnDisk:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._files = _by_name(file.source for file in checkpoint.files)
+        self._files = [file.source for file in checkpoint.files]
         self._content: str | None = None
+        self._digests: list[str] = []  # of each file, once they are known; "" where a shard does not record it
         self.digesting = 0.0
 
-    def find(self, shards: list[dict[str, Any]]) -> tuple[str, str] | None:
-        """Model and content of the first shard whose files are these files, else of the first with their content."""
-        sizes = []
+    def find(self, shards: list[Shard], wanted: Wanted) -> tuple[str, str] | None:
+        """Model and content of a shard with this checkpoint's content, one with the wanted key before any other."""
+        content = self._find_content(shards, wanted)
+        candidates = (shard["model"] for shard in _candidates(shards, wanted) if shard["key"]["content"] == content)
+        model = next(candidates, None)
+        return None if model is None or content is None else (model, content)
+
+    def miss(self, shards: list[Shard], wanted: Wanted, device: str) -> NoSuchModel:
+        """Why no shard was found: against the one with the fewest other files, if it has a file that can be named."""
+        compared = [
+            (len(differing), shard["model"], differing[0])
+            for shard in _candidates(shards, wanted)
+            if self._digests and self._has_sizes_of(shard) and (differing := self._differing(shard))
+        ]
+        fields = {
+            "model": wanted.model or str(wanted.checkpoint),
+            "device": device,
+            "known": sorted({shard["model"] for shard in shards}),
+        }
+        if not compared:
+            return NoSuchModel(**fields)
+        count, cached, (name, digest, recorded) = min(compared, key=lambda item: item[0])
+        return OtherContent(
+            **fields,
+            cached=cached,
+            file=str(self._checkpoint.folder / name),
+            digest=digest,
+            recorded=recorded,
+            differing=count,
+            files=len(self._files),
+        )
+
+    def _find_content(self, shards: list[Shard], wanted: Wanted) -> str | None:
+        """The checkpoint's digest: as recorded for exactly these files, else by reading them.
+
+        None when it is not needed: no shard that could be meant was loaded from files of these sizes.
+        """
         for shard in shards:
-            files = _by_name(SourceFile(**known_fields(SourceFile, file)) for file in shard["files"])
+            files = _files_of(shard)
             if [file.stat for file in files] == [file.stat for file in self._files]:
-                return shard["model"], shard["key"]["content"]
-            if [file.size for file in files] == [file.size for file in self._files]:
-                sizes.append(shard)
-        for shard in sizes:
-            if shard["key"]["content"] == self._digest():
-                return shard["model"], self._digest()
-        return None
-
-    def _digest(self) -> str:
-        if self._content is None:
+                self._digests = [file.digest or "" for file in files]
+                recorded: str = shard["key"]["content"]
+                return recorded
+        if self._content is None and any(map(self._has_sizes_of, _candidates(shards, wanted))):
             start = time.monotonic()
-            from ..checkpoint.digest import digest_checkpoint
+            from ..checkpoint.remembered import digest_once
 
-            self._content, _ = digest_checkpoint(self._checkpoint)
+            self._content, self._digests = digest_once(self._checkpoint)
             self.digesting = time.monotonic() - start
         return self._content
 
+    def _has_sizes_of(self, shard: Shard) -> bool:
+        return [file.size for file in _files_of(shard)] == [file.size for file in self._files]
 
-def _candidates(shards: Iterable[dict[str, Any]], wanted: Wanted) -> list[dict[str, Any]]:
+    def _differing(self, shard: Shard) -> list[tuple[str, str, str]]:
+        """Name, digest and recorded digest of each file that differs from the one that the shard was loaded from."""
+        return [
+            (ours.name, digest, theirs.digest)
+            for ours, digest, theirs in zip(self._files, self._digests, _files_of(shard), strict=True)
+            # Of a file whose digest is not recorded, or is one of another definition, nothing can be said.
+            if theirs.digest is not None
+            and theirs.digest.partition(":")[0] == digest.partition(":")[0]
+            and theirs.digest != digest
+        ]
+
+
+def _candidates(shards: Iterable[Shard], wanted: Wanted) -> list[Shard]:
     """Shards that could be meant, first those with the wanted key; of the others the worker says why not."""
     key = {"layout": "checkpoint", **wanted.key}
     named = [
@@ -106,8 +152,10 @@ def _candidates(shards: Iterable[dict[str, Any]], wanted: Wanted) -> list[dict[s
         and wanted.model in (None, shard["model"])
         and shard["key"]["layout"] == key["layout"]
     ]
-    return sorted(named, key=lambda shard: any(shard["key"].get(field) != value for field, value in key.items()))
+    return sorted(named, key=lambda shard: bool(ShardKey(**known_fields(ShardKey, shard["key"])).differences(key)))
 
 
-def _by_name(files: Iterable[SourceFile]) -> list[SourceFile]:
+def _files_of(shard: Shard) -> list[SourceFile]:
+    """The files that a shard was loaded from, in the order in which a checkpoint's are: by name."""
+    files = (SourceFile(**known_fields(SourceFile, file)) for file in shard["files"])
     return sorted(files, key=lambda file: file.name)
