@@ -1,8 +1,9 @@
 """A stand-in for `cuda.bindings.driver` on machines without a GPU: device memory is memfds, everything else is counted.
 
 Names, parameters and results are those of cuda-bindings 13 (a test compares them where the package is installed). It is
-strict where the driver is undefined or forgiving, and as late as the driver may be: an asynchronous copy reads its
-source only when somebody waits for it, so that a buffer which is used again too early shows as wrong bytes.
+strict where the driver is undefined or forgiving, and as late as the driver may be: a stream does nothing before
+somebody waits for it, so that a buffer which is used again too early, or a wait for another stream, shows as wrong
+bytes. A kernel is run from its PTX (`tests.ptx`).
 """
 
 from __future__ import annotations
@@ -10,25 +11,28 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import functools
-import mmap
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from tests import ptx
 from tests.fake_cuda_types import (
+    CUDA_MEMCPY2D,
     ENUMS,
     TYPES,
     CUcontext,
     CUdevice,
     CUdeviceptr,
     CUevent,
+    CUfunction,
     CUmemAccessDesc,
     CUmemAllocationProp,
     CUmemGenericAllocationHandle,
     CUmemLocation,
+    CUmodule,
     CUstream,
     Status,
 )
@@ -36,6 +40,7 @@ from tests.fake_cuda_types import (
 __all__ = ["ENUMS", "GRANULARITY", "FakeDriver", "Gpu", "Status"]
 
 GRANULARITY = 2 << 20
+CONTEXTS = 0x5600_0000_0000  # where the devices' primary contexts are; none is at 0, which means no context
 
 
 @dataclass(eq=False)
@@ -55,6 +60,25 @@ class Memory:
     size: int
     gpu: Gpu
     access: int = 0
+    device: int | None = None  # the ordinal that has the access
+
+
+@dataclass(eq=False)
+class Stream:
+    """What was submitted to it, in order, and how much of that is done."""
+
+    context: CUcontext
+    work: list[Callable[[], None]] = field(default_factory=list)
+    done: int = 0
+
+
+@dataclass(eq=False)
+class Event:
+    """Where it was recorded last: the stream, and how much had been submitted to that."""
+
+    context: CUcontext
+    stream: Stream | None = None
+    count: int = 0
 
 
 class Refused(Exception):
@@ -93,6 +117,14 @@ def expect(condition: bool, otherwise: Any = Status.CUDA_ERROR_INVALID_VALUE) ->
         raise Refused(otherwise)
 
 
+def punch_hole_in(fd: int, offset: int, nbytes: int) -> None:
+    """Makes part of a memfd zeros, without writing them."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    keep_size, punch_hole = 1, 2
+    if libc.fallocate(fd, keep_size | punch_hole, ctypes.c_int64(offset), ctypes.c_int64(nbytes)):
+        raise OSError(ctypes.get_errno(), "fallocate")
+
+
 def require(value: Any, kind: Any) -> Any:
     """The package refuses a value of another type with a TypeError."""
     if not isinstance(value, kind):
@@ -103,6 +135,7 @@ def require(value: Any, kind: Any) -> Any:
 class FakeDriver:
     """One process's driver, with `gpus` visible. Others exist for a process under CUDA_VISIBLE_DEVICES."""
 
+    CUDA_MEMCPY2D = CUDA_MEMCPY2D
     CUmemAllocationProp = CUmemAllocationProp
     CUmemAccessDesc = CUmemAccessDesc
 
@@ -116,12 +149,15 @@ class FakeDriver:
         self.handles: dict[int, Memory] = {}
         self.reservations: dict[int, int] = {}
         self.mappings: dict[int, Memory] = {}
+        self.allocations: dict[int, bytearray] = {}
+        self.modules: dict[int, dict[str, ptx.Kernel]] = {}
+        self.kernels: dict[int, ptx.Kernel] = {}
+        self.launches: list[tuple[int, int]] = []  # blocks, threads
         self.retained = 0
-        self.pinned: dict[int, tuple[mmap.mmap, Any]] = {}
-        self.streams: set[int] = set()
-        self.events: dict[int, int] = {}  # how many copies were submitted when it was recorded
-        self.copies: list[tuple[int, int, int]] = []  # destination, source, bytes
-        self.copied = 0
+        self.pinned: dict[int, int] = {}  # address -> bytes
+        self.streams: dict[int, Stream] = {}
+        self.null_streams: dict[int, Stream] = {}  # each context's own, which nobody makes
+        self.events: dict[int, Event] = {}
         self.memfds: dict[int, tuple[int, Gpu]] = {}  # inode -> bytes, GPU; shared by fakes that stand for processes
         self._thread = threading.local()
         self._number = 0x7F00_0000_0000
@@ -139,13 +175,15 @@ class FakeDriver:
             "pinned": len(self.pinned),
             "streams": len(self.streams),
             "events": len(self.events),
+            "allocations": len(self.allocations),
+            "modules": len(self.modules),
         }
         return {what: count for what, count in counts.items() if count}
 
-    def poke(self, address: int, data: bytes) -> None:
-        """A kernel that writes. A forbidden write breaks the context, as on the device."""
+    def poke(self, address: int, data: bytes, device: int | None = None) -> None:
+        """A kernel that writes, on that device if it matters. A forbidden write breaks the context, as there."""
         try:
-            fd, offset = self._range(address, len(data), writable=True)
+            fd, offset = self._range(address, len(data), writable=True, device=device)
             os.pwrite(fd, data, offset)
         except Refused as refused:
             self.broken = refused.status
@@ -195,6 +233,8 @@ class FakeDriver:
         expect(size <= gpu.total - self._used(gpu), Status.CUDA_ERROR_OUT_OF_MEMORY)
         fd = os.memfd_create("fake-gpu", os.MFD_CLOEXEC)
         os.ftruncate(fd, size)
+        if size <= 64 << 20:  # the content of new memory is undefined
+            os.pwrite(fd, b"\xa5" * size, 0)
         self.memfds[os.fstat(fd).st_ino] = (size, gpu)
         return self._new_handle(Memory(fd, size, gpu))
 
@@ -257,11 +297,12 @@ class FakeDriver:
         expect(sum(mapping.size for mapping in mappings) == size)
         for mapping in mappings:
             mapping.access = require(desc[0].flags, TYPES.CUmemAccess_flags)
+            mapping.device = desc[0].location.id
 
     @call(1)
     def cuDevicePrimaryCtxRetain(self, dev: CUdevice) -> CUcontext:
         self.retained += 1
-        return CUcontext(require(dev, CUdevice))
+        return CUcontext(CONTEXTS + require(dev, CUdevice))
 
     @call()
     def cuDevicePrimaryCtxRelease(self, dev: CUdevice) -> None:
@@ -274,6 +315,12 @@ class FakeDriver:
         expect(self.retained > 0, Status.CUDA_ERROR_INVALID_CONTEXT)
         self._stack().append(require(ctx, CUcontext))
 
+    @call()
+    def cuCtxSetCurrent(self, ctx: CUcontext) -> None:
+        self._in_context()  # it would also make the first one current, which nobody here wants of it
+        expect(self.retained > 0 and require(ctx, CUcontext) > 0, Status.CUDA_ERROR_INVALID_CONTEXT)
+        self._stack()[-1] = ctx
+
     @call(1)
     def cuCtxPopCurrent(self) -> CUcontext:
         expect(bool(self._stack()), Status.CUDA_ERROR_INVALID_CONTEXT)
@@ -281,58 +328,71 @@ class FakeDriver:
 
     @call()
     def cuCtxSynchronize(self) -> None:
-        self._in_context()
-        self._copy_until(len(self.copies))
+        context = self._in_context()
+        for stream in [self._null_stream(context), *self.streams.values()]:
+            if stream.context == context:
+                self._work_off(stream)
 
     @call(2)
     def cuMemGetInfo(self) -> tuple[int, int]:
-        gpu = self.gpus[self._in_context()]
+        gpu = self.gpus[self._in_context() - CONTEXTS]
         return gpu.total - self._used(gpu), gpu.total
 
-    @call(1)
-    def cuMemHostAlloc(self, bytesize: int, Flags: int) -> int:
+    @call()
+    def cuMemHostRegister(self, p: int, bytesize: int, Flags: int) -> None:
         self._in_context()
-        expect(bytesize > 0 and Flags == 0)
-        memory = mmap.mmap(-1, bytesize)
-        memory[:] = b"\xa5" * bytesize  # a ring may hold anything at first
-        keeper = (ctypes.c_char * bytesize).from_buffer(memory)
-        self.pinned[ctypes.addressof(keeper)] = (memory, keeper)
-        return ctypes.addressof(keeper)
+        expect(require(p, int) % 4096 == 0 and bytesize > 0 and Flags == 1)  # for the contexts of all devices
+        expect(not any(p < at + size and at < p + bytesize for at, size in self.pinned.items()))
+        self.pinned[p] = bytesize
 
     @call()
-    def cuMemFreeHost(self, p: int) -> None:
+    def cuMemHostUnregister(self, p: int) -> None:
         self._in_context(broken_too=True)
         expect(p in self.pinned)
         del self.pinned[p]
 
+    @call()
+    def cuMemsetD8Async(self, dstDevice: int, uc: int, N: int, hStream: int) -> None:
+        context = self._in_context()
+        expect(uc == hStream == 0 and N > 0)
+        fd, offset = self._range(dstDevice, N, writable=True, device=context - CONTEXTS)
+        self._null_stream(context).work.append(functools.partial(punch_hole_in, fd, offset, N))
+
     @call(1)
     def cuStreamCreate(self, Flags: int) -> CUstream:
-        self._in_context()
-        self.streams.add(self._next())
+        expect(Flags == 1)  # not in order with the null stream
+        self.streams[self._next()] = Stream(self._in_context())
         return CUstream(self._number)
 
     @call()
     def cuStreamDestroy(self, hStream: CUstream) -> None:
         self._in_context(broken_too=True)
-        self.streams.remove(require(hStream, CUstream))
+        del self.streams[require(hStream, CUstream)]
 
     @call(1)
     def cuEventCreate(self, Flags: int) -> CUevent:
-        self._in_context()
         expect(Flags == 3)  # waiting sleeps, no timing
-        self.events[self._next()] = 0
+        self.events[self._next()] = Event(self._in_context())
         return CUevent(self._number)
 
     @call()
     def cuEventRecord(self, hEvent: CUevent, hStream: CUstream) -> None:
+        stream, event = self._stream(hStream), self.events[require(hEvent, CUevent)]
+        expect(event.context == stream.context, Status.CUDA_ERROR_INVALID_HANDLE)
+        event.stream, event.count = stream, len(stream.work)
+
+    @call()
+    def cuEventQuery(self, hEvent: CUevent) -> None:
         self._in_context()
-        expect(require(hEvent, CUevent) in self.events and require(hStream, CUstream) in self.streams)
-        self.events[hEvent] = len(self.copies)
+        event = self.events[require(hEvent, CUevent)]
+        expect(event.stream is None or event.stream.done >= event.count, Status.CUDA_ERROR_NOT_READY)
 
     @call()
     def cuEventSynchronize(self, hEvent: CUevent) -> None:
         self._in_context()
-        self._copy_until(self.events[require(hEvent, CUevent)])
+        event = self.events[require(hEvent, CUevent)]
+        if event.stream is not None:
+            self._work_off(event.stream, event.count)
 
     @call()
     def cuEventDestroy(self, hEvent: CUevent) -> None:
@@ -341,22 +401,153 @@ class FakeDriver:
 
     @call()
     def cuMemcpyHtoDAsync(self, dstDevice: int, srcHost: int, ByteCount: int, hStream: CUstream) -> None:
-        self._in_context()
-        expect(require(hStream, CUstream) in self.streams and ByteCount > 0)
-        self.copies.append((require(dstDevice, int), require(srcHost, int), ByteCount))
+        expect(ByteCount > 0)
+        self._submit_copy(hStream, require(dstDevice, int), require(srcHost, int), ByteCount)
 
-    def _copy_until(self, count: int) -> None:
-        for destination, source, nbytes in self.copies[self.copied : count]:
-            if not any(at <= source and source + nbytes <= at + len(m) for at, (m, _) in self.pinned.items()):
+    @call()
+    def cuMemcpy2DAsync(self, pCopy: CUDA_MEMCPY2D, hStream: CUstream) -> None:
+        copy = require(pCopy, CUDA_MEMCPY2D)
+        expect(copy.srcMemoryType == 1 and copy.dstMemoryType == 2)
+        expect(0 < copy.WidthInBytes <= min(copy.srcPitch, copy.dstPitch) and copy.Height > 0)
+        for row in range(copy.Height):
+            destination, source = copy.dstDevice + row * copy.dstPitch, copy.srcHost + row * copy.srcPitch
+            self._submit_copy(hStream, destination, source, copy.WidthInBytes)
+
+    @call()
+    def cuStreamSynchronize(self, hStream: CUstream) -> None:
+        self._work_off(self._stream(hStream))
+
+    @call(1)
+    def cuMemAlloc(self, bytesize: int) -> CUdeviceptr:
+        self._in_context()
+        expect(bytesize > 0)
+        self._number = -(-self._number // 256) * 256
+        address, self._number = self._number, self._number + bytesize
+        self.allocations[address] = bytearray(b"\xa5" * bytesize)
+        return CUdeviceptr(address)
+
+    @call()
+    def cuMemFree(self, dptr: int) -> None:
+        self._in_context(broken_too=True)
+        expect(dptr in self.allocations)
+        del self.allocations[dptr]
+
+    @call()
+    def cuMemcpyHtoD(self, dstDevice: int, srcHost: bytes, ByteCount: int) -> None:
+        self._in_context()
+        memory, at = self._allocated(dstDevice, ByteCount)
+        expect(ByteCount == len(require(srcHost, bytes)))
+        memory[at : at + ByteCount] = srcHost
+
+    @call()
+    def cuMemcpyDtoH(self, dstHost: bytearray, srcDevice: int, ByteCount: int) -> None:
+        self._in_context()
+        memory, at = self._allocated(srcDevice, ByteCount)
+        expect(ByteCount == len(require(dstHost, bytearray)))
+        dstHost[:] = memory[at : at + ByteCount]
+
+    @call(1)
+    def cuModuleLoadData(self, image: bytes) -> CUmodule:
+        self._in_context()
+        expect(require(image, bytes).endswith(b"\0"))
+        self.modules[self._next()] = ptx.parse(image[:-1].decode())
+        return CUmodule(self._number)
+
+    @call()
+    def cuModuleUnload(self, hmod: CUmodule) -> None:
+        self._in_context(broken_too=True)
+        del self.modules[require(hmod, CUmodule)]
+
+    @call(1)
+    def cuModuleGetFunction(self, hmod: CUmodule, name: bytes) -> CUfunction:
+        self._in_context()
+        kernels = self.modules[require(hmod, CUmodule)]
+        expect(name.decode() in kernels, Status.CUDA_ERROR_NOT_FOUND)
+        self.kernels[self._next()] = kernels[name.decode()]
+        return CUfunction(self._number)
+
+    @call()
+    def cuLaunchKernel(
+        self,
+        f: CUfunction,
+        gridDimX: int,
+        gridDimY: int,
+        gridDimZ: int,
+        blockDimX: int,
+        blockDimY: int,
+        blockDimZ: int,
+        sharedMemBytes: int,
+        hStream: int,
+        kernelParams: int,
+        extra: int,
+    ) -> None:
+        self._in_context()
+        kernel = self.kernels[require(f, CUfunction)]
+        expect(0 < gridDimX < 1 << 31 and gridDimY == gridDimZ == blockDimY == blockDimZ == 1)
+        expect(0 < blockDimX <= kernel.threads and sharedMemBytes == hStream == extra == 0)
+        count = len(kernel.parameters)
+        pointers = (ctypes.c_void_p * count).from_address(kernelParams)
+        parameters = [ctypes.c_uint64.from_address(pointer).value for pointer in pointers if pointer]
+        self._work_off(self._null_stream(self._in_context()))
+        self.launches.append((gridDimX, blockDimX))
+        try:
+            ptx.run(kernel, gridDimX, blockDimX, parameters, self)
+        except Refused as refused:  # whoever waits for it is told
+            self.broken = refused.status
+
+    def load(self, address: int, nbytes: int) -> bytes:
+        """A kernel that reads (`ptx.Memory`)."""
+        for start, memory in self.allocations.items():
+            if start <= address and address + nbytes <= start + len(memory):
+                return bytes(memory[address - start : address - start + nbytes])
+        return self.peek(address, nbytes)
+
+    def add(self, address: int, value: int) -> None:
+        """A kernel that adds (`ptx.Memory`)."""
+        memory, at = self._allocated(address, 8)
+        total = int.from_bytes(memory[at : at + 8], "little") + value
+        memory[at : at + 8] = (total & (1 << 64) - 1).to_bytes(8, "little")
+
+    def _allocated(self, address: int, nbytes: int) -> tuple[bytearray, int]:
+        for start, memory in self.allocations.items():
+            if start <= address and address + nbytes <= start + len(memory):
+                return memory, address - start
+        raise Refused(Status.CUDA_ERROR_ILLEGAL_ADDRESS)
+
+    def _submit_copy(self, hStream: CUstream, destination: int, source: int, nbytes: int) -> None:
+        stream = self._stream(hStream)
+
+        def copy() -> None:
+            if not any(at <= source and source + nbytes <= at + size for at, size in self.pinned.items()):
                 raise AssertionError("a copy reads pinned memory that is not there any more")
-            self.poke(destination, ctypes.string_at(source, nbytes))
-        self.copied = max(self.copied, count)
-        self._in_context()
+            self.poke(destination, ctypes.string_at(source, nbytes), stream.context - CONTEXTS)
 
-    def _range(self, address: int, nbytes: int, *, writable: bool) -> tuple[int, int]:
+        stream.work.append(copy)
+
+    def _work_off(self, stream: Stream, count: int | None = None) -> None:
+        """Does the first `count` pieces of a stream's work, as far as they are not done yet; None: all."""
+        count = len(stream.work) if count is None else count
+        for work in stream.work[stream.done : count]:
+            work()
+        stream.done = max(stream.done, count)
+        self._in_context()  # says what went wrong
+
+    def _stream(self, hStream: CUstream) -> Stream:
+        """A stream, which must be of the current context."""
+        context = self._in_context()
+        stream = self.streams.get(require(hStream, CUstream))
+        if stream is None or stream.context != context:
+            raise Refused(Status.CUDA_ERROR_INVALID_HANDLE)
+        return stream
+
+    def _null_stream(self, context: CUcontext) -> Stream:
+        return self.null_streams.setdefault(context, Stream(context))
+
+    def _range(self, address: int, nbytes: int, *, writable: bool, device: int | None = None) -> tuple[int, int]:
         needed = 3 if writable else 1
         for start, mapping in self.mappings.items():
-            if start <= address and address + nbytes <= start + mapping.size and mapping.access & needed == needed:
+            inside = start <= address and address + nbytes <= start + mapping.size
+            if inside and mapping.access & needed == needed and device in (None, mapping.device):
                 return mapping.fd, address - start
         raise Refused(Status.CUDA_ERROR_ILLEGAL_ADDRESS)
 

@@ -16,6 +16,8 @@ ENUMS = {
         "CUDA_ERROR_INVALID_DEVICE": 101,
         "CUDA_ERROR_INVALID_CONTEXT": 201,
         "CUDA_ERROR_INVALID_HANDLE": 400,
+        "CUDA_ERROR_NOT_FOUND": 500,
+        "CUDA_ERROR_NOT_READY": 600,
         "CUDA_ERROR_ILLEGAL_ADDRESS": 700,
         "CUDA_ERROR_NOT_SUPPORTED": 801,
         "CUDA_ERROR_UNKNOWN": 999,
@@ -25,6 +27,7 @@ ENUMS = {
     "CUmemLocationType": {"CU_MEM_LOCATION_TYPE_DEVICE": 1, "CU_MEM_LOCATION_TYPE_HOST": 2},
     "CUmemAllocationGranularity_flags": {"CU_MEM_ALLOC_GRANULARITY_MINIMUM": 0},
     "CUmemAccess_flags": {"CU_MEM_ACCESS_FLAGS_PROT_READ": 1, "CU_MEM_ACCESS_FLAGS_PROT_READWRITE": 3},
+    "CUmemorytype": {"CU_MEMORYTYPE_HOST": 1, "CU_MEMORYTYPE_DEVICE": 2},
     "CUstream_flags": {"CU_STREAM_NON_BLOCKING": 1},
     "CUevent_flags": {"CU_EVENT_BLOCKING_SYNC": 1, "CU_EVENT_DISABLE_TIMING": 2},
 }
@@ -54,6 +57,12 @@ class CUdeviceptr(Handle): ...
 class CUmemGenericAllocationHandle(Handle): ...
 
 
+class CUmodule(Handle): ...
+
+
+class CUfunction(Handle): ...
+
+
 @dataclass
 class CUmemLocation:
     type: Any = None
@@ -71,3 +80,17 @@ class CUmemAllocationProp:
 class CUmemAccessDesc:
     location: CUmemLocation = field(default_factory=CUmemLocation)
     flags: Any = None
+
+
+@dataclass
+class CUDA_MEMCPY2D:
+    """Of its fields those that are used; the package has no others than these of that meaning."""
+
+    srcMemoryType: Any = None
+    srcHost: int = 0
+    srcPitch: int = 0
+    dstMemoryType: Any = None
+    dstDevice: int = 0
+    dstPitch: int = 0
+    WidthInBytes: int = 0
+    Height: int = 0

@@ -12,7 +12,6 @@ import pytest
 
 from weightcached.config import (
     Config,
-    MemoryLimit,
     ModelConfig,
     config_directories,
     find_config,
@@ -21,6 +20,7 @@ from weightcached.config import (
 )
 from weightcached.devices import is_device_name
 from weightcached.errors import ConfigError, WeightCacheError
+from weightcached.parallel.ranks import Parallel
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "etc").glob("*.toml"))
 MODEL = '[[model]]\nname = "minilm"\ncheckpoint = "/models/minilm"\n'
@@ -57,18 +57,21 @@ def test_defaults(load: Load) -> None:
     config = load("")
     assert (config.ready, config.devices, config.models) == ("loaded", "all", ())
     assert config.memory_limit.bytes_of(1000) == 900
+    assert config.staging_memory == 256 << 20
 
 
 def test_full_file(load: Load, tmp_path: Path) -> None:
     """Every key is read, models keep their order, and the config knows its file."""
     config = load(
         'ready = "listening"\ndevices = ["GPU-1a", "MIG-2b", "host-1"]\nmemory_limit = "60GiB"\n'
+        'staging_memory = "64MiB"\n'
         '[[model]]\nname = "z"\ncheckpoint = "/models/z"\npreload = false\ndevices = ["host-1"]\n'
         '[[model]]\nname = "a"\ncheckpoint = "/models/a.safetensors"\n'
     )
     assert config.ready == "listening"
     assert config.devices == ("GPU-1a", "MIG-2b", "host-1")
     assert config.memory_limit.bytes_of(80 * GIB) == 60 * GIB
+    assert config.staging_memory == 64 << 20
     assert [model.name for model in config.models] == ["z", "a"]
     assert config.models[0].preload is False
     assert config.models[1].preload is True
@@ -106,11 +109,16 @@ def test_home_is_expanded(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
         ("reddy = 1", 'reddy: unknown key; did you mean "ready"?'),
         ("memory_limits = 1", 'memory_limits: unknown key; did you mean "memory_limit"?'),
         ("models = []", 'models: unknown key; did you mean "model"?'),
-        ("allow_uids = []", "allow_uids: unknown key; valid here: ready, devices, memory_limit, model"),
-        ("[cluster]\nnodes = 2", "cluster: unknown key; valid here: ready, devices, memory_limit, model"),
+        ("allow_uids = []", "allow_uids: unknown key; valid here: ready, devices, memory_limit, staging_memory, model"),
+        ("[cluster]\nnodes = 2", "cluster: unknown key; valid here: ready, devices, memory_limit, staging_memory"),
+        ("tensor_parallel = 2", "tensor_parallel: unknown key at the top; it belongs below a [[model]]"),
         (MODEL + "preloads = true", 'model[0].preloads: unknown key; did you mean "preload"?'),
         (MODEL + 'memory_limit = "5%"', "model[0].memory_limit: unknown key in a model; it belongs above the first"),
-        (MODEL + "tensor_parallel = 2", "model[0].tensor_parallel: unknown key; valid here: name, checkpoint, preload"),
+        (MODEL + "tensor_paralel = 2", 'model[0].tensor_paralel: unknown key; did you mean "tensor_parallel"?'),
+        (
+            MODEL + "pin = true",
+            "model[0].pin: unknown key; valid here: name, checkpoint, preload, dtype, tensor_",
+        ),
     ],
 )
 def test_unknown_keys(load: Load, text: str, problem: str) -> None:
@@ -144,8 +152,54 @@ def test_unknown_keys(load: Load, text: str, problem: str) -> None:
         (MODEL + 'devices = "host-0"', 'model[0].devices: "host-0" is no list of device names'),
         (
             MODEL + 'devices = ["host-0", "host-1"]',
-            "model[0].devices: 2 devices; this version loads a model whole to one",
+            "model[0].devices: 2 devices for 1 rank; name one for each rank, in rank order",
         ),
+        (
+            MODEL + 'tensor_parallel = 2\npipeline_parallel = 3\ndevices = ["host-0", "host-1"]',
+            "model[0].devices: 2 devices for 6 ranks (tensor_parallel 2 x pipeline_parallel 3); name one for each rank",
+        ),
+        (
+            MODEL + 'data_parallel = 2\ndevices = ["host-1", "host-1"]',
+            "model[0].devices: host-1 is listed twice",
+        ),
+        (
+            MODEL + 'data_parallel = 2\ndevices = ["GPU-1", "host-1"]',
+            "model[0].devices: GPU-1 and host-1 are of two kinds; a model goes to GPUs or to host devices",
+        ),
+        (MODEL + "tensor_parallel = 0", "model[0].tensor_parallel: 0 is no number of ranks; write 1 or more"),
+        (MODEL + "pipeline_parallel = true", "model[0].pipeline_parallel: true is no number of ranks"),
+        (MODEL + 'data_parallel = "2"', 'model[0].data_parallel: "2" is no number of ranks'),
+        (MODEL + "tensor_parallel = 2.0", "model[0].tensor_parallel: 2.0 is no number of ranks"),
+        (
+            MODEL + 'pipeline_layers = "even"',
+            'model[0].pipeline_layers: "even" splits no layers; write "vllm", "transformers", or the number of layers',
+        ),
+        (MODEL + "pipeline_layers = [0]", "model[0].pipeline_layers: [0] splits no layers"),
+        (MODEL + "pipeline_layers = []", "model[0].pipeline_layers: [] splits no layers"),
+        (
+            MODEL + "pipeline_parallel = 3\npipeline_layers = [10, 12]",
+            "model[0].pipeline_layers: [10, 12] for pipeline_parallel = 3; write one number for each stage",
+        ),
+        (MODEL + "pipeline_layers = [10, 12]", "model[0].pipeline_layers: [10, 12] for pipeline_parallel = 1"),
+        (MODEL + "expert_parallel = 2", "model[0].expert_parallel: 2 is neither true nor false"),
+        (
+            MODEL + 'expert_parallel = true\nexpert_placement = "random"',
+            "model[0].expert_placement: \"random\": input should be 'linear' or 'round_robin'",
+        ),
+        (
+            MODEL + 'expert_placement = "round_robin"',
+            'model[0].expert_placement: "round_robin" has no effect without expert_parallel = true',
+        ),
+        (
+            MODEL + 'dtype = "fp16"',
+            "model[0].dtype: \"fp16\": input should be 'checkpoint', 'float16', 'bfloat16' or 'float32'",
+        ),
+        (MODEL + 'rules = "a: col"', 'model[0].rules: "a: col" is no list of rules, each a string'),
+        (MODEL + "rules = [1]", "model[0].rules: [1] is no list of rules, each a string"),
+        (MODEL + 'rules = ["*.q_proj: rows"]', "model[0].rules: rule '*.q_proj: rows': 'rows' is no kind; valid are"),
+        ("staging_memory = true", 'staging_memory: true is no size; write one such as "256MiB", or bytes'),
+        ('staging_memory = "10%"', 'staging_memory: "10%" is no size'),
+        ('staging_memory = "8388607B"', 'staging_memory: "8388607B" is too little; a load needs 8MiB at least'),
         ('[[model]]\nname = "a"\ncheckpoint = "models/a"', 'model[0].checkpoint: "models/a" is a relative path'),
         ('[[model]]\nname = "a"\ncheckpoint = ""', 'model[0].checkpoint: "" is no path'),
         ('[[model]]\nname = "a"\ncheckpoint = 1', "model[0].checkpoint: 1 is no path"),
@@ -201,35 +255,53 @@ def test_unreadable_files(tmp_path: Path) -> None:
         load_config(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("value", "total", "expected"),
-    [
-        ("90%", 1000, 900),
-        ("87.5%", 16, 14),
-        ("100%", 143_771, 143_771),
-        ("33.3%", 10**15, 333 * 10**12),
-        ("60GiB", 80 * GIB, 60 * GIB),
-        ("1.5 GiB", 80 * GIB, 3 * GIB // 2),
-        ("500MB", GIB, 500_000_000),
-        ("1TB", 1 << 50, 10**12),
-        ("64KiB", GIB, 65536),
-        ("100B", GIB, 100),
-        (4096, GIB, 4096),
-        ("60GiB", 24 * GIB, 24 * GIB),
-    ],
-)
-def test_memory_limits(value: object, total: int, expected: int) -> None:
-    """Shares and sizes are exact, in bytes, and never more than the device has."""
-    assert MemoryLimit.parse(value).bytes_of(total) == expected
+def test_a_model_is_cut_as_its_keys_say(load: Load) -> None:
+    """The keys of a model become its sizes; without any it is whole."""
+    cut, whole = load(
+        MODEL + "tensor_parallel = 2\npipeline_parallel = 2\npipeline_layers = [10, 12]\ndata_parallel = 3\n"
+        'expert_parallel = true\nexpert_placement = "round_robin"\ndtype = "bfloat16"\n'
+        'rules = ["model.layers.*.extra: col"]\n'
+        '[[model]]\nname = "whole"\ncheckpoint = "/a"\n'
+    ).models
+    assert cut.parallel == Parallel(2, 2, 3, expert=True, placement="round_robin", layers=(10, 12))
+    assert (cut.parallel.world, cut.dtype, cut.rules) == (12, "bfloat16", ("model.layers.*.extra: col",))
+    assert (whole.parallel, whole.dtype, whole.rules) == (Parallel(), "checkpoint", ())
 
 
-def test_device_for(load: Load) -> None:
-    """A model goes to the service's first device, or to its own."""
-    first, own = load(MODEL + '[[model]]\nname = "own"\ncheckpoint = "/a"\ndevices = ["host-1"]\n').models
-    assert first.device_for(["host-0", "host-1"]) == "host-0"
-    assert own.device_for(["host-0", "host-1"]) == "host-1"
-    with pytest.raises(ConfigError, match=r"model\.toml: model own: device host-1 is not served here; devices: host-0"):
-        own.device_for(["host-0"])
+@pytest.mark.parametrize("layers", ["vllm", "transformers"])
+def test_stages_split_as_an_engine_splits_them(load: Load, layers: str) -> None:
+    """Either engine's way may be named."""
+    (model,) = load(MODEL + f'pipeline_parallel = 4\npipeline_layers = "{layers}"\n').models
+    assert (model.parallel.pipeline, model.parallel.layers) == (4, layers)
+
+
+def test_ranks_go_to_the_named_devices(load: Load) -> None:
+    """In the order in which they are named, which is that of the ranks."""
+    (model,) = load(MODEL + 'tensor_parallel = 2\ndevices = ["host-2", "host-0"]\n').models
+    assert model.devices_for(["host-0", "host-1", "host-2"]) == ("host-2", "host-0")
+    with pytest.raises(ConfigError, match=r"model minilm: device host-2 is not served here; devices: host-0"):
+        model.devices_for(["host-0"])
+
+
+def test_ranks_go_to_the_first_devices(load: Load) -> None:
+    """Without names a model gets the service's first devices, one for each rank, all of one kind."""
+    whole, cut = load(MODEL + '[[model]]\nname = "cut"\ncheckpoint = "/a"\ntensor_parallel = 2\n').models
+    assert whole.devices_for(["host-0", "host-1"]) == ("host-0",)
+    assert cut.devices_for(["host-3", "host-1", "host-0"]) == ("host-3", "host-1")
+    assert cut.devices_for(["GPU-1", "host-0", "MIG-2"]) == ("GPU-1", "MIG-2")
+    with pytest.raises(
+        ConfigError,
+        match=r"model cut: 2 ranks \(tensor_parallel 2\) need 2 devices of one kind; 1 served here: GPU-1",
+    ):
+        cut.devices_for(["GPU-1", "host-0"])
+
+
+def test_too_few_devices_are_found_when_the_file_is_read(load: Load) -> None:
+    """With listed devices, a model of more ranks is refused at once."""
+    problem = problem_of(load, 'devices = ["host-0", "host-1"]\n' + MODEL + "tensor_parallel = 4\n")
+    assert problem == (
+        "model minilm: 4 ranks (tensor_parallel 4) need 4 devices of one kind; 2 served here: host-0, host-1"
+    )
 
 
 def test_device_that_the_service_does_not_list(load: Load) -> None:
@@ -310,14 +382,22 @@ def test_example_names_every_key() -> None:
     """etc/model.toml shows every key that there is, in use or as a comment."""
     text = (Path(__file__).parents[1] / "etc" / "model.toml").read_text()
     lines = {line.removeprefix("# ").split(" = ")[0] for line in text.splitlines()}
-    assert {"ready", "devices", "memory_limit", "[[model]]"} <= lines
+    assert {"ready", "devices", "memory_limit", "staging_memory", "[[model]]"} <= lines
     assert set(ModelConfig.model_fields) <= lines
+
+
+def test_the_commented_example_is_valid(load: Load) -> None:
+    """etc/model.toml with its commented keys in use is a config too, with a model of several ranks."""
+    text = (Path(__file__).parents[1] / "etc" / "model.toml").read_text()
+    config = load(re.sub(r"(?m)^# (?=\w+ = |\[\[model\]\])", "", text).replace("...", ""))
+    assert config.models[-1].parallel == Parallel(tensor=2, pipeline=2, expert=True, layers=(23, 25))
+    assert len(config.models[-1].devices_for([f"GPU-{name}" for name in ("2d5e", "77c0", "91fe", "a3b8")])) == 4
 
 
 def violations(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> list[str]:
     """What of `value` breaks the keywords of JSON schema that our schema uses; an unknown keyword fails the test."""
     known = {"$ref", "anyOf", "type", "const", "enum", "pattern", "properties", "required", "additionalProperties"}
-    known |= {"items", "minItems", "maxItems", "uniqueItems", "exclusiveMinimum"}
+    known |= {"items", "minItems", "uniqueItems", "exclusiveMinimum", "minimum"}
     assert set(schema) <= known | {"$schema", "$defs", "title", "description", "default"}
     if "$ref" in schema:
         return violations(value, root["$defs"][schema["$ref"].removeprefix("#/$defs/")], root)

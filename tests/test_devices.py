@@ -165,6 +165,17 @@ def test_a_node_that_is_not_there(two_nodes: None) -> None:
         device_memory("host-1")
 
 
+def test_further_host_devices_exist_by_being_named(two_nodes: None) -> None:
+    """After the last node's number any may be named, none is found by itself; each has the memory of the whole host."""
+    named = find_devices(["host-3", "host-0", "host-7"])
+    assert [device.name for device in named] == ["host-3", "host-0", "host-7"]
+    assert named[0].memory.total == named[2].memory.total == host_memory(3).total > named[1].memory.total
+    assert [device.name for device in host_devices()] == ["host-0", "host-2"]
+    for name in ("host-1", "host-x", "host-", "host-03"):
+        with pytest.raises(NoSuchDevice, match=f"no device {name}; devices here: host-0, host-2"):
+            find_devices([name])
+
+
 def test_a_host_without_a_driver_has_no_gpu() -> None:
     """NVML's library is missing: no GPU, and by default the first host device is used."""
     if ctypes.util.find_library("nvidia-ml"):

@@ -21,7 +21,7 @@ def test_the_fake_has_the_parameters_of_the_real_driver(name: str) -> None:
     signature = re.match(r"\w+\((.*)\)", getattr(real, name).__doc__)
     assert signature, "the package documents a function's parameters in its first line"
     plain = re.sub(r"\[.*?\](?=,|$| \|)|:[^,]*", "", signature[1])  # without annotations
-    wanted = [parameter.split()[-1] for parameter in plain.split(",") if parameter.strip()]
+    wanted = [parameter.split()[-1].lstrip("*") for parameter in plain.split(",") if parameter.strip()]
     assert list(inspect.signature(getattr(FakeDriver(), name)).parameters) == wanted
 
 

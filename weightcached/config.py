@@ -15,160 +15,155 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
+import math
 import os
-import re
 import tomllib
-from dataclasses import dataclass
-from fractions import Fraction
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
-    PlainValidator,
     PrivateAttr,
     StrictBool,
-    StrictStr,
     ValidationError,
-    WithJsonSchema,
+    ValidationInfo,
+    field_validator,
 )
 
-from .devices import is_device_name
+from .config_values import (
+    MODEL_NAME,
+    CheckpointPath,
+    Limit,
+    ModelDevices,
+    ModelName,
+    RankCount,
+    Rules,
+    ServiceDevices,
+    StageLayers,
+    Staging,
+    shown,
+)
+from .devices import is_host
 from .errors import ConfigError
+from .parallel.ranks import Parallel, Placement
 from .paths import check_instance
 
-_UNITS = {"B": 1} | {
-    prefix + unit: base**power
-    for unit, base in (("iB", 1024), ("B", 1000))
-    for power, prefix in enumerate("KMGT", start=1)
-}
-_PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B)")
-_MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryLimit:
-    """How much of a device may hold weights: a share of what it has (0 < share <= 1) or bytes, the other is None."""
-
-    share: Fraction | None = None
-    nbytes: int | None = None
-
-    @classmethod
-    def parse(cls, value: object) -> MemoryLimit:
-        """From "90%", "60GiB", "500MB" or an int of bytes. `ValueError` for anything else."""
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return cls(nbytes=value)
-        if isinstance(value, str):
-            if match := _PERCENT.fullmatch(value.strip()):
-                share = Fraction(match[1]) / 100
-                if 0 < share <= 1:
-                    return cls(share=share)
-            elif (match := _SIZE.fullmatch(value.strip())) and match[2] in _UNITS:
-                nbytes = int(Fraction(match[1]) * _UNITS[match[2]])
-                if nbytes > 0:
-                    return cls(nbytes=nbytes)
-        raise ValueError(f'{_shown(value)} is no limit; write a share such as "90%", a size such as "60GiB", or bytes')
-
-    def bytes_of(self, total: int) -> int:
-        """The limit in bytes on a device of `total` bytes, never more than it has."""
-        if self.share is not None:
-            return int(total * self.share)
-        assert self.nbytes is not None
-        return min(self.nbytes, total)
-
-
-def _shown(value: object) -> str:
-    """A value as the file spells it, near enough: `true`, not Python's `True`."""
-    return json.dumps(value, default=str, ensure_ascii=False)
-
-
-def _device_list(value: object) -> list[str]:
-    if not isinstance(value, list) or not value or not all(isinstance(name, str) for name in value):
-        raise ValueError(f'{_shown(value)} is no list of device names such as ["host-0"]')
-    for name in value:
-        if not is_device_name(name):
-            raise ValueError(f"{_shown(name)} is no device name; GPU-<uuid>, MIG-<uuid> and host-<n> are")
-    if len(set(value)) < len(value):
-        twice = next(name for name in value if value.count(name) > 1)
-        raise ValueError(f"{twice} is listed twice")
-    return value
-
-
-def _service_devices(value: object) -> object:
-    return value if value == "all" else _device_list(value)
-
-
-def _model_devices(value: object) -> list[str]:
-    names = _device_list(value)
-    if len(names) > 1:
-        raise ValueError(f"{len(names)} devices; this version loads a model whole to one device, so name one")
-    return names
-
-
-def _model_name(value: str) -> str:
-    if not _MODEL_NAME.fullmatch(value):
-        raise ValueError(f"{_shown(value)} is no model name: letters, digits, . _ -, at most 128, first no . or -")
-    return value
-
-
-def _checkpoint_path(value: object) -> Path:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f'{_shown(value)} is no path; write one such as "/models/minilm"')
-    try:
-        path = Path(value).expanduser()
-    except RuntimeError as error:  # "~name" of a user whose home is not known
-        raise ValueError(f"{_shown(value)}: {error}") from None
-    if not path.is_absolute():
-        raise ValueError(f"{_shown(value)} is a relative path; write an absolute one, or one that starts with ~")
-    return path
-
-
-_NAME_SCHEMA = {"type": "string", "pattern": r"^((GPU|MIG)-[0-9A-Za-z-]+|host-[0-9]+)$"}
-_LIST_SCHEMA = {"type": "array", "items": _NAME_SCHEMA, "minItems": 1, "uniqueItems": True}
-_Devices = Annotated[tuple[str, ...], WithJsonSchema(_LIST_SCHEMA)]
-_ModelDevices = Annotated[
-    tuple[str, ...], BeforeValidator(_model_devices), WithJsonSchema({**_LIST_SCHEMA, "maxItems": 1})
-]
+_SIZES = ("tensor_parallel", "pipeline_parallel", "data_parallel")
 
 
 class ModelConfig(BaseModel):
-    """One [[model]]: which checkpoint is cached under which name, and where."""
+    """One [[model]]: which checkpoint is cached under which name, cut for which ranks, and where."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: Annotated[StrictStr, AfterValidator(_model_name)] = Field(
-        description="The name clients attach by.", json_schema_extra={"pattern": f"^{_MODEL_NAME.pattern}$"}
+    name: ModelName = Field(
+        description="The name clients attach by.", json_schema_extra={"pattern": f"^{MODEL_NAME.pattern}$"}
     )
-    checkpoint: Annotated[Path, PlainValidator(_checkpoint_path), WithJsonSchema({"type": "string"})] = Field(
+    checkpoint: CheckpointPath = Field(
         description="A folder with *.safetensors files, or one such file; absolute, ~ is the home directory."
     )
     preload: StrictBool = Field(
         True,
         description="Load it when the service starts; false: when `weightcachectl load` or a client that waits asks.",
     )
-    devices: _ModelDevices | None = Field(
-        None, description="The device it goes to, one in this version; left out: the service's first device."
+    dtype: Literal["checkpoint", "float16", "bfloat16", "float32"] = Field(
+        "checkpoint", description='The element type of its floating-point weights; "checkpoint": as on disk.'
+    )
+    tensor_parallel: RankCount = Field(1, description="Ranks that each layer's matrices are cut for.")
+    pipeline_parallel: RankCount = Field(1, description="Stages that its layers are split over.")
+    pipeline_layers: StageLayers = Field(
+        "vllm", description="Which layers a stage holds: as that engine splits them, or the number for each stage."
+    )
+    data_parallel: RankCount = Field(
+        1, description="Replicas; experts are cut, or spread, over the ranks of all of them."
+    )
+    expert_parallel: StrictBool = Field(
+        False, description="Whole experts on each rank, instead of a part of every expert."
+    )
+    expert_placement: Placement = Field(
+        "linear", description="Which experts a rank holds: consecutive ones, or every n-th."
+    )
+    rules: Rules = Field((), description="How to cut what no built-in rule knows; first match wins.")
+    devices: ModelDevices | None = Field(
+        None, description="The device of each rank, in rank order; left out: the service's first ones."
     )
 
     _file: Path | None = PrivateAttr(None)
 
-    def device_for(self, devices: list[str]) -> str:
-        """Which of the service's devices this model goes to. `ConfigError` if the one it names is not among them."""
-        if self.devices is None:
-            return devices[0]
-        if self.devices[0] not in devices:
-            served = ", ".join(devices)
-            raise ConfigError(
-                file=str(self._file or "config"),
-                problem=f"model {self.name}: device {self.devices[0]} is not served here; devices: {served}",
+    @property
+    def parallel(self) -> Parallel:
+        """How the model is cut into ranks."""
+        return Parallel(
+            tensor=self.tensor_parallel,
+            pipeline=self.pipeline_parallel,
+            data=self.data_parallel,
+            expert=self.expert_parallel,
+            placement=self.expert_placement,
+            layers=self.pipeline_layers,
+        )
+
+    def devices_for(self, devices: Sequence[str]) -> tuple[str, ...]:
+        """Which of the service's `devices` the ranks go to, in rank order.
+
+        Those that the model names; else the first ones of the kind of the very first, GPUs or host devices.
+        `ConfigError` if one is not among them, or if there are too few.
+        """
+        if self.devices is not None:
+            for name in self.devices:
+                if name not in devices:
+                    raise self._error(f"device {name} is not served here; devices: {', '.join(devices)}")
+            return self.devices
+        ranks = self.parallel.world
+        alike = [name for name in devices if is_host(name) == is_host(devices[0])]
+        if len(alike) < ranks:
+            raise self._error(
+                f"{_ranks(dict(self))} need {ranks} devices of one kind; {len(alike)} served here: {', '.join(alike)}"
             )
-        return self.devices[0]
+        return tuple(alike[:ranks])
+
+    @field_validator("pipeline_layers")
+    @classmethod
+    def _as_many_as_stages(cls, value: object, info: ValidationInfo) -> object:
+        stages = info.data.get("pipeline_parallel")
+        if isinstance(value, tuple) and stages is not None and len(value) != stages:
+            raise ValueError(f"{shown(value)} for pipeline_parallel = {stages}; write one number for each stage")
+        return value
+
+    @field_validator("expert_placement")
+    @classmethod
+    def _not_in_vain(cls, value: str, info: ValidationInfo) -> str:
+        if value != "linear" and info.data.get("expert_parallel") is False:
+            raise ValueError(f"{shown(value)} has no effect without expert_parallel = true")
+        return value
+
+    @field_validator("devices")
+    @classmethod
+    def _as_many_as_ranks(cls, value: tuple[str, ...] | None, info: ValidationInfo) -> tuple[str, ...] | None:
+        known = all(key in info.data for key in _SIZES)  # one that is missing is wrong itself
+        if value is not None and known and len(value) != math.prod(info.data[key] for key in _SIZES):
+            raise ValueError(
+                f"{len(value)} {_plural('device', len(value))} for {_ranks(info.data)}; "
+                "name one for each rank, in rank order"
+            )
+        return value
+
+    def _error(self, problem: str) -> ConfigError:
+        return ConfigError(file=str(self._file or "config"), problem=f"model {self.name}: {problem}")
+
+
+def _ranks(sizes: dict[str, Any]) -> str:
+    """Their number and where it comes from, without sizes of 1: "4 ranks (tensor_parallel 2 x data_parallel 2)"."""
+    ranks = math.prod(sizes[key] for key in _SIZES)
+    factors = " x ".join(f"{key} {sizes[key]}" for key in _SIZES if sizes[key] > 1)
+    return f"{ranks} {_plural('rank', ranks)}" + (f" ({factors})" if factors else "")
+
+
+def _plural(noun: str, number: int) -> str:
+    return noun if number == 1 else f"{noun}s"
 
 
 def _unique_names(models: tuple[ModelConfig, ...]) -> tuple[ModelConfig, ...]:
@@ -188,14 +183,15 @@ class Config(BaseModel):
     ready: Literal["loaded", "listening"] = Field(
         "loaded", description="When the service reports ready: when every preload is served, or when it takes requests."
     )
-    devices: Annotated[Literal["all"] | _Devices, BeforeValidator(_service_devices)] = Field(
+    devices: ServiceDevices = Field(
         "all", description='The devices served: "all" (every GPU; without one, host-0), or names.'
     )
-    memory_limit: Annotated[
-        MemoryLimit,
-        PlainValidator(MemoryLimit.parse),
-        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer", "exclusiveMinimum": 0}]}),
-    ] = Field("90%", validate_default=True, description='Per device: a share "90%", a size "60GiB", or bytes.')
+    memory_limit: Limit = Field(
+        "90%", validate_default=True, description='Per device: a share "90%", a size "60GiB", or bytes.'
+    )
+    staging_memory: Staging = Field(
+        "256MiB", validate_default=True, description='Host memory that a load passes bytes through: "256MiB", or bytes.'
+    )
     models: Annotated[tuple[ModelConfig, ...], AfterValidator(_unique_names)] = Field(
         (), alias="model", description="The models, in the order in which they are loaded."
     )
@@ -262,7 +258,7 @@ def load_config(path: Path) -> Config:
         model._file = path
     if config.devices != "all":
         for model in config.models:
-            model.device_for(list(config.devices))
+            model.devices_for(config.devices)
     return config
 
 
@@ -302,18 +298,23 @@ def _sentence(entry: dict[str, Any]) -> str:
     if kind == "value_error":
         return str(entry["ctx"]["error"])
     if entry["loc"] == ("model",) or kind == "model_type":
-        return f"{_shown(value)} is not what [[model]] makes; start each model with [[model]] on a line of its own"
+        return f"{shown(value)} is not what [[model]] makes; start each model with [[model]] on a line of its own"
     if kind == "bool_type":
-        return f"{_shown(value)} is neither true nor false"
-    return f"{_shown(value)}: {entry['msg'][:1].lower()}{entry['msg'][1:]}"
+        return f"{shown(value)} is neither true nor false"
+    return f"{shown(value)}: {entry['msg'][:1].lower()}{entry['msg'][1:]}"
 
 
 def _unknown_key(loc: tuple[int | str, ...]) -> str:
     key = str(loc[-1])
     top = [field.alias or name for name, field in Config.model_fields.items()]
-    valid = top if len(loc) == 1 else list(ModelConfig.model_fields)
+    inner = list(ModelConfig.model_fields)
+    valid, elsewhere = (top, inner) if len(loc) == 1 else (inner, top)
+    if key in elsewhere:
+        return (
+            "unknown key at the top; it belongs below a [[model]]"
+            if elsewhere is inner
+            else "unknown key in a model; it belongs above the first [[model]]"
+        )
     if near := difflib.get_close_matches(key, valid, n=1):
         return f'unknown key; did you mean "{near[0]}"?'
-    if len(loc) > 1 and key in top:
-        return "unknown key in a model; it belongs above the first [[model]]"
     return f"unknown key; valid here: {', '.join(valid)}"

@@ -1,7 +1,8 @@
 """Which devices exist, how much memory they have, and how a CUDA ordinal becomes a name.
 
-A device is named ``GPU-<uuid>`` or ``MIG-<uuid>`` as NVML prints it, or ``host-<n>``, one per NUMA node. An ordinal is
-never identity: under CUDA_VISIBLE_DEVICES NVML's index and CUDA's differ.
+A device is named ``GPU-<uuid>`` or ``MIG-<uuid>`` as NVML prints it, or ``host-<n>``, one per NUMA node. Numbers after
+the last node's are further host devices, for several ranks on one host; they exist by being named. An ordinal is never
+identity: under CUDA_VISIBLE_DEVICES NVML's index and CUDA's differ.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ def find_devices(names: list[str]) -> list[Device]:
     """The named devices in order. `NoSuchDevice` names the first that is not here and what is."""
     known = {device.name: device for device in (host_devices() if all(map(is_host, names)) else all_devices())}
     for name in names:
-        if name not in known:
+        if _is_further_host(name):
+            known[name] = Device(name, "host memory", device_memory(name))
+        elif name not in known:
             raise NoSuchDevice(device=name, known=[device.name for device in all_devices()])
     return [known[name] for name in names]
 
@@ -107,15 +110,25 @@ def device_memory(name: str) -> Memory:
 
 
 def host_memory(node: int) -> Memory:
-    """Bytes of one NUMA node; with a single node, MemAvailable counts as free, since page cache gives way."""
+    """Bytes of one NUMA node. With a single node, and for a device after the last, they are those of the whole host.
+
+    There MemAvailable counts as free, since page cache gives way.
+    """
     nodes = _numa_nodes()
-    if len(nodes) == 1:
+    if len(nodes) == 1 or node > nodes[-1]:
         info = _meminfo(Path("/proc/meminfo"))
         return Memory(total=info["MemTotal"], free=info["MemAvailable"])
     if node not in nodes:
         raise NoSuchDevice(device=f"host-{node}", known=[f"host-{known}" for known in nodes])
     info = _meminfo(_NODES / f"node{node}" / "meminfo")
     return Memory(total=info["MemTotal"], free=info["MemFree"] + info.get("FilePages", 0) - info.get("Shmem", 0))
+
+
+def _is_further_host(name: str) -> bool:
+    if not is_host(name) or not is_device_name(name):
+        return False
+    node = int(name.removeprefix("host-"))
+    return name == f"host-{node}" and node > _numa_nodes()[-1]
 
 
 def _numa_nodes() -> list[int]:

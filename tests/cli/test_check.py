@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from weightcached.checkpoint.fileset import open_checkpoint
-from weightcached.cli.check import slab_bytes
+from tests.checkpoint.sets import CASES
+from tests.conftest import MakeCheckpoint
+from tests.llama import slab_of, write_llama
 from weightcached.devices import host_memory
-from weightcached.loader.plan import plan_load
 from weightcached.shard.dtypes import tensor_bytes
 
+ROOT = Path(__file__).parents[2]
 Tensors = dict[str, tuple[str, list[int]]]
 SMALL: Tensors = {"a.weight": ("F32", [10, 10]), "a.bias": ("F32", [3])}
 SMALL_SLAB = 512 + 12  # 400 bytes, then the next multiple of 256, then 12 bytes
@@ -70,7 +71,7 @@ def test_good_config(tmp_path: Path, models: Path) -> None:
     done = check(tmp_path, model("small", models / "small"))
     assert (done.returncode, done.stderr) == (0, "")
     rows = [line.split() for line in done.stdout.splitlines()]
-    assert ["small", "host-0", "yes", "524", "B", "float32", "2", "2", "stray.safetensors"] in rows
+    assert ["small", "host-0", "-", "yes", "524", "B", "float32", "2", "2", "stray.safetensors"] in rows
     device = next(row for row in rows if row and row[0] == "host-0")
     assert device[-3:] == ["524", "B", "yes"]
     assert "\x1b" not in done.stdout
@@ -100,8 +101,8 @@ def test_json(tmp_path: Path, models: Path) -> None:
             {
                 "name": "small",
                 "checkpoint": str(models / "small"),
-                "device": "host-0",
                 "preload": True,
+                "ranks": [rank("host-0", bytes=SMALL_SLAB, tensors=2)],
                 "bytes": SMALL_SLAB,
                 "file_bytes": sum(path.stat().st_size for path in files),
                 "tensors": 2,
@@ -114,6 +115,41 @@ def test_json(tmp_path: Path, models: Path) -> None:
         ],
         "problems": [],
     }
+
+
+def test_every_layout_is_named_in_json(tmp_path: Path) -> None:
+    """Of each layout of a folder: which files are ignored, how many are read, or why it is refused."""
+    paths = [case.build(tmp_path / f"{number}") for number, case in enumerate(CASES)]
+    config = "".join(model(f"m{number}", path) for number, path in enumerate(paths))
+    done = check(tmp_path, config, "--json")
+    assert done.returncode == 1
+    for case, found in zip(CASES, json.loads(done.stdout)["models"], strict=True):
+        if case.refusal is None:
+            assert (found["problem"], found["ignored"]) == (None, list(case.ignored)), case.name
+            assert (found["files"], found["tensors"]) == (len(case.files), sum(map(len, case.files.values()))), (
+                case.name
+            )
+        else:
+            assert case.refusal in found["problem"], case.name
+            assert found["files"] is None
+
+
+def test_every_layout_is_named_in_the_table(tmp_path: Path) -> None:
+    """The table names every ignored file, and a refused layout is a row and a line on stderr."""
+    paths = [case.build(tmp_path / f"{number}") for number, case in enumerate(CASES)]
+    config = "".join(model(f"m{number}", path) for number, path in enumerate(paths))
+    done = check(tmp_path, config)
+    assert done.returncode == 1
+    rows = {line.split()[0]: line for line in done.stdout.splitlines() if line.startswith("m")}
+    problems = {line.split(": ")[1]: line for line in done.stderr.splitlines()}
+    assert len(rows) == len(CASES)
+    for number, case in enumerate(CASES):
+        if case.refusal is None:
+            assert rows[f"m{number}"].endswith("  " + (", ".join(case.ignored) or "-")), case.name
+            assert f"m{number}" not in problems
+        else:
+            assert "refused" in rows[f"m{number}"]
+            assert case.refusal in problems[f"m{number}"], case.name
 
 
 def test_every_model_is_checked(tmp_path: Path, models: Path) -> None:
@@ -129,11 +165,11 @@ def test_every_model_is_checked(tmp_path: Path, models: Path) -> None:
     assert gone.startswith("weightcached: gone: ")
     assert str(models / "gone") in gone
     assert lfs.startswith("weightcached: lfs: ")
-    rows = [line.split()[:4] for line in done.stdout.splitlines()]
+    rows = [line.split()[:5] for line in done.stdout.splitlines()]
     for row in (
-        ["gone", "host-0", "yes", "refused"],
-        ["lfs", "host-0", "yes", "refused"],
-        ["small", "host-0", "yes", "524"],
+        ["gone", "host-0", "-", "yes", "refused"],
+        ["lfs", "host-0", "-", "yes", "refused"],
+        ["small", "host-0", "-", "yes", "524"],
     ):
         assert row in rows
 
@@ -144,6 +180,7 @@ def test_problems_in_json(tmp_path: Path, models: Path) -> None:
     assert done.returncode == 1
     answer = json.loads(done.stdout)
     assert answer["models"][0]["bytes"] is None
+    assert answer["models"][0]["ranks"] == [rank("host-0")]
     assert str(models / "gone") in answer["models"][0]["problem"]
     assert answer["problems"] == [f"gone: {answer['models'][0]['problem']}"]
     assert answer["models"][1]["bytes"] == SMALL_SLAB
@@ -181,19 +218,152 @@ def test_more_than_the_device_has(tmp_path: Path, models: Path) -> None:
     assert f"({total} bytes)" in done.stderr
 
 
-@pytest.mark.parametrize("sizes", [[], [0], [1], [256, 1], [255, 0, 257], [7, 300, 0, 0, 512, 1]])
-def test_slab_is_as_large_as_the_loader_makes_it(tmp_path: Path, sizes: list[int]) -> None:
-    """The bytes shown are those that the loader's plan reserves, gaps between tensors included."""
-    write_file(tmp_path / "model.safetensors", {f"t{number}": ("U8", [size]) for number, size in enumerate(sizes)})
-    with open_checkpoint(tmp_path) as checkpoint:
-        assert slab_bytes(checkpoint) == plan_load(checkpoint).nbytes
+def test_a_slab_is_aligned_as_the_loader_aligns_it(tmp_path: Path) -> None:
+    """Tensors lie at multiples of 256 bytes in the order of the file; nothing is added behind the last one."""
+    cases = {
+        "one": ([1], 1),
+        "two": ([256, 1], 257),
+        "empty": ([255, 0, 257], 513),
+        "some": ([7, 300, 0, 0, 512, 1], 1281),
+    }
+    config = ""
+    for name, (sizes, _) in cases.items():
+        (tmp_path / name).mkdir()
+        tensors: Tensors = {f"t{number}": ("U8", [size]) for number, size in enumerate(sizes)}
+        write_file(tmp_path / name / "model.safetensors", tensors)
+        config += model(name, tmp_path / name)
+    answer = json.loads(check(tmp_path, config, "--json").stdout)
+    assert {found["name"]: found["bytes"] for found in answer["models"]} == {
+        name: nbytes for name, (_, nbytes) in cases.items()
+    }
+
+
+def rank(device: str, **known: object) -> dict[str, object]:
+    """One rank in the JSON: whole and unknown, unless said otherwise."""
+    sizes = {f"{axis}_parallel_size": 1 for axis in ("tensor", "pipeline", "expert", "data")}
+    ranks = {f"{axis}_parallel_rank": 0 for axis in ("tensor", "pipeline", "expert", "data")}
+    return {"device": device, **sizes, **ranks, "layers": None, "bytes": None, "tensors": None, **known}
+
+
+FOUR = 'devices = ["host-0", "host-1", "host-2", "host-3"]\n'
+
+
+class TestRanks:
+    """A model cut for several ranks: a row for each, with what a load would put on its device."""
+
+    def test_a_row_for_each(self, tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+        """Each rank's device, place and size, which is that of its parts cut by hand; the devices' sums follow."""
+        tensors = write_llama(tmp_path / "llama", make_checkpoint)
+        config = FOUR + model("cut", tmp_path / "llama", 'tensor_parallel = 2\ndevices = ["host-2", "host-0"]')
+        done = check(tmp_path, config, "--json")
+        assert (done.returncode, done.stderr) == (0, "")
+        answer = json.loads(done.stdout)
+        sizes = [len(slab_of(tensors, number, 2)) for number in (0, 1)]
+        (found,) = answer["models"]
+        assert found["ranks"] == [
+            rank("host-2", tensor_parallel_size=2, bytes=sizes[0], tensors=len(tensors)),
+            rank("host-0", tensor_parallel_size=2, tensor_parallel_rank=1, bytes=sizes[1], tensors=len(tensors)),
+        ]
+        assert (found["bytes"], found["tensors"]) == (sum(sizes), len(tensors))
+        assert {device["name"]: device["needed"] for device in answer["devices"]} == {
+            "host-0": sizes[1], "host-1": 0, "host-2": sizes[0], "host-3": 0,
+        }  # fmt: skip
+        rows = [line.split()[:6] for line in check(tmp_path, config).stdout.splitlines()]
+        for number, device in enumerate(("host-2", "host-0")):
+            assert ["cut", device, "tp", f"{number}/2", "yes", f"{sizes[number] / 1024:.1f}"] in rows
+
+    def test_stages_and_tensor_ranks(self, tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+        """A pipeline's ranks have the layers of their stage and the tensors of these layers only."""
+        tensors = write_llama(tmp_path / "llama", make_checkpoint)
+        sizes = "tensor_parallel = 2\npipeline_parallel = 2\npipeline_layers = [1, 2]"
+        done = check(tmp_path, FOUR + model("grid", tmp_path / "llama", sizes), "--json")
+        assert (done.returncode, done.stderr) == (0, "")
+        ranks = json.loads(done.stdout)["models"][0]["ranks"]
+        assert [found["device"] for found in ranks] == ["host-0", "host-1", "host-2", "host-3"]
+        assert [found["layers"] for found in ranks] == [[0, 1], [0, 1], [1, 3], [1, 3]]
+        assert [(found["pipeline_parallel_rank"], found["tensor_parallel_rank"]) for found in ranks] == [
+            (0, 0), (0, 1), (1, 0), (1, 1),
+        ]  # fmt: skip
+        per_layer = (len(tensors) - 3) // 3
+        assert [found["tensors"] for found in ranks] == [1 + per_layer] * 2 + [2 * per_layer + 2] * 2
+        table = check(tmp_path, FOUR + model("grid", tmp_path / "llama", sizes)).stdout
+        assert "pp 1/2 tp 0/2" in table
+
+    @pytest.mark.parametrize(
+        ("sizes", "problem"),
+        [
+            ("tensor_parallel = 3", "largest tensor_parallel that fits the model: 2"),
+            ("pipeline_parallel = 2\npipeline_layers = [1, 1]", "the model has 3 layers"),
+        ],
+        ids=["heads", "layers"],
+    )
+    def test_a_cut_that_does_not_fit(
+        self, tmp_path: Path, make_checkpoint: MakeCheckpoint, sizes: str, problem: str
+    ) -> None:
+        """The load's own refusal is the problem; the rows say where the ranks would go."""
+        write_llama(tmp_path / "llama", make_checkpoint)
+        done = check(tmp_path, FOUR + model("cut", tmp_path / "llama", sizes))
+        assert done.returncode == 1
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("weightcached: cut: ")
+        assert problem in line
+        assert "refused" in done.stdout
+
+    def test_an_unknown_architecture(self, tmp_path: Path, models: Path) -> None:
+        """Cut, a model without rules is refused by its architecture's name; whole it is fine."""
+        assert check(tmp_path, FOUR + model("small", models / "small")).returncode == 0
+        done = check(tmp_path, FOUR + model("small", models / "small", "tensor_parallel = 2"))
+        assert done.returncode == 1
+        assert done.stderr.startswith("weightcached: small: BertModel: ")
+        assert "rules = [...]" in done.stderr
+
+    def test_too_large_for_one_device(self, tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+        """The limit counts for each device, and for what a rank takes there."""
+        write_llama(tmp_path / "llama", make_checkpoint)
+        both = model("cut", tmp_path / "llama", "tensor_parallel = 2")
+        needed = json.loads(check(tmp_path, FOUR + both, "--json").stdout)["models"][0]["ranks"][1]["bytes"]
+        assert check(tmp_path, f"{FOUR}memory_limit = {needed}\n{both}").returncode == 0
+        done = check(tmp_path, f"{FOUR}memory_limit = {needed - 1}\n{both}")
+        assert done.returncode == 1
+        assert [line.split()[1] for line in done.stderr.splitlines()] == ["host-0:", "host-1:"]
+
+
+def test_a_cast_changes_the_size(tmp_path: Path, models: Path) -> None:
+    """Cast to half the width, the slab is half as large, and the dtype is that of what is loaded."""
+    done = check(tmp_path, model("small", models / "small", 'dtype = "bfloat16"'), "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    (found,) = json.loads(done.stdout)["models"]
+    assert (found["dtype"], found["bytes"]) == ("bfloat16", 256 + 6)
+
+
+def test_a_cast_needs_torch(tmp_path: Path, models: Path) -> None:
+    """Where the loader could not import torch, a model that is cast is refused with what to install; others are not."""
+    (tmp_path / "model.toml").write_text(
+        'devices = ["host-0"]\n'
+        + model("cast", models / "small", 'dtype = "bfloat16"')
+        + model("as-is", models / "small")
+    )
+    program = (
+        "import importlib.util, sys\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *more: None if name == 'torch' else find(name, *more)\n"
+        "from weightcached.cli.main import main\n"
+        "sys.exit(main(['check', '--config', sys.argv[1]]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "model.toml")], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("weightcached: cast: ")
+    assert "pip install 'weightcached[torch]'" in line
 
 
 def test_unknown_device_is_4(tmp_path: Path, models: Path) -> None:
     """A device that is not here ends with 4 and names what is; nothing on stdout."""
-    done = check(tmp_path, 'devices = ["host-0", "host-4711"]\n' + model("small", models / "small"))
+    done = check(tmp_path, 'devices = ["host-0", "GPU-4711"]\n' + model("small", models / "small"))
     assert (done.returncode, done.stdout) == (4, "")
-    assert "no device host-4711; devices here: " in done.stderr
+    assert "no device GPU-4711; devices here: " in done.stderr
     assert "host-0" in done.stderr
 
 

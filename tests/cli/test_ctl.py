@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import MakeCheckpoint
+from tests.llama import write_llama
 from tests.running import RunningService
 from tests.wire.serving import serving
 from weightcached.paths import socket_path
@@ -52,7 +53,9 @@ def ctl(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.usefixtures("runtime_dir")
-@pytest.mark.parametrize("command", [["status"], ["list"], ["load", "m"], ["evict", "m"], ["wait"], ["reload"]])
+@pytest.mark.parametrize(
+    "command", [["status"], ["list"], ["load", "m"], ["evict", "m"], ["wait"], ["verify", "m"], ["reload"]]
+)
 def test_no_service_is_exit_code_3(command: list[str]) -> None:
     """Every command says how to start one."""
     done = ctl(*command)
@@ -62,7 +65,7 @@ def test_no_service_is_exit_code_3(command: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("runtime_dir")
-@pytest.mark.parametrize("command", [[], ["frobnicate"], ["load"], ["wait", "--timeout", "soon"]])
+@pytest.mark.parametrize("command", [[], ["frobnicate"], ["load"], ["verify"], ["wait", "--timeout", "soon"]])
 def test_wrong_usage_is_exit_code_2(command: list[str]) -> None:
     """argparse's own code, with usage on stderr."""
     done = ctl(*command)
@@ -79,8 +82,38 @@ def test_status_shows_models_devices_and_users(start: Callable[..., RunningServi
         text = service.ctl("status")
     assert f"weightcached@test 0.1.0, pid {service.process.pid}, ready" in text
     row = next(line for line in text.splitlines() if line.startswith("small"))
-    assert row.split()[:5] == ["small", "host-0", "cached", "4.0", "KiB"]
+    assert row.split()[:6] == ["small", "host-0", "-", "cached", "4.0", "KiB"]
     assert "(pytest)" in row or "(python" in row
+    service.stop()
+
+
+def test_status_of_several_ranks(
+    start: Callable[..., RunningService], tmp_path: Path, make_checkpoint: MakeCheckpoint
+) -> None:
+    """Each rank is a row with its place; how many of them are there is a line, whether all are or not."""
+    write_llama(tmp_path / "llama", make_checkpoint)
+    service = start(
+        'devices = ["host-0", "host-1", "host-2", "host-3"]\n'
+        f'[[model]]\nname = "cut"\ncheckpoint = "{tmp_path}/llama"\ntensor_parallel = 2\n'
+        f'[[model]]\nname = "grid"\ncheckpoint = "{tmp_path}/llama"\ntensor_parallel = 2\npipeline_parallel = 2\n'
+    )
+    text = service.ctl("status")
+    rows = [line.split() for line in text.splitlines()]
+    for number in (0, 1):
+        assert ["cut", f"host-{number}", "tp", f"{number}/2", "cached"] in [row[:5] for row in rows]
+    places = [row[1:6] for row in rows if row[0] == "grid"]
+    assert places == [
+        [f"host-{2 * stage + rank}", "pp", f"{stage}/2", "tp", f"{rank}/2"] for stage in (0, 1) for rank in (0, 1)
+    ]
+    assert "cut: cached, 2/2 ranks" in text.splitlines()
+    assert "grid: cached, 4/4 ranks" in text.splitlines()
+    assert "tp 1/2" in service.ctl("list")
+    assert "cut is cached on host-0, host-1 already" in service.ctl("load", "cut")
+    service.ctl("evict", "cut", "--device", "host-0")
+    lines = service.ctl("status").splitlines()
+    assert ["cut", "host-0", "-", "absent", "-", "-", "-"] in [line.split() for line in lines]
+    assert "cut: absent, 1/2 ranks" in lines
+    assert "cut is configured for host-0, host-1 but not loaded" in service.ctl("wait", "cut", code=4)
     service.stop()
 
 

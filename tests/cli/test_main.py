@@ -60,6 +60,7 @@ def test_help_lists_what_people_type(env: dict[str, str]) -> None:
         assert word in text
     assert "worker" not in text
     assert "loader" not in text
+    assert "verifier" not in text
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,7 @@ def test_help_lists_what_people_type(env: dict[str, str]) -> None:
         ["worker"],
         ["worker", "host-0", "--channel-fd", "three"],
         ["loader", "host-0"],
+        ["verifier", "host-0", "m"],
     ],
     ids=" ".join,
 )
@@ -93,7 +95,8 @@ def test_schema_is_json(env: dict[str, str]) -> None:
     """`schema` prints the JSON schema and nothing else."""
     done = run(env, "schema")
     assert (done.returncode, done.stderr) == (0, "")
-    assert set(json.loads(done.stdout)["properties"]) == {"ready", "devices", "memory_limit", "model"}
+    keys = {"ready", "devices", "memory_limit", "staging_memory", "model"}
+    assert set(json.loads(done.stdout)["properties"]) == keys
 
 
 @pytest.mark.parametrize("command", ["serve", "check"])

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from weightcached.cli.output import human_bytes, print_json, print_table
+from weightcached.cli.output import human_bytes, print_json, print_table, rank_label
 
 TABLE = """
 from weightcached.cli.output import print_table
@@ -139,3 +139,20 @@ def test_rich_is_imported_for_terminals_only() -> None:
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "label"),
+    [
+        ({}, "-"),
+        ({"tensor": (1, 2)}, "tp 1/2"),
+        ({"tensor": (1, 2), "pipeline": (0, 3)}, "pp 0/3 tp 1/2"),
+        ({"tensor": (0, 2), "data": (1, 2), "expert": (2, 4)}, "dp 1/2 tp 0/2 ep 2/4"),
+    ],
+)
+def test_a_rank_is_named_by_what_is_cut(sizes: dict[str, tuple[int, int]], label: str) -> None:
+    """Only dimensions of more than one rank are named, from the slowest to the fastest, as rank/size."""
+    places = {axis: sizes.get(axis, (0, 1)) for axis in ("tensor", "pipeline", "expert", "data")}
+    key = {f"{axis}_parallel_rank": rank for axis, (rank, _) in places.items()}
+    key |= {f"{axis}_parallel_size": size for axis, (_, size) in places.items()}
+    assert rank_label(key) == label

@@ -1,4 +1,7 @@
-"""loader.pipeline with the host sink: bytes, digests, counts, and every way in which a load can end early."""
+"""loader.pipeline with the host sink: bytes, digests, counts, and every way in which a load can end early.
+
+Where a test changes a system call, the readers are threads of its own process (`tests.loader.in_threads`).
+"""
 
 from __future__ import annotations
 
@@ -7,88 +10,62 @@ import json
 import os
 import random
 import signal
-import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.leaks import NoDescriptorLeaks
-from weightcached.checkpoint.digest import BLOCK_BYTES, FileDigest, block_digest, checkpoint_digest, digest_checkpoint
+from tests.loader.in_threads import thread_readers
+from tests.loader.loads import (
+    Loaded,
+    MakeCheckpoint,
+    Raw,
+    digest_of,
+    load_host,
+    noise,
+    slab_of,
+    small_blocks,
+    tensors_of,
+)
+from tests.loader.whole import any_cut, columns, whole
+from tests.running import children_of
+from weightcached.checkpoint.digest import BLOCK_BYTES, checkpoint_digest, digest_checkpoint
 from weightcached.checkpoint.fileset import open_checkpoint
-from weightcached.errors import CheckpointChanged, CheckpointError
-from weightcached.loader import pipeline
-from weightcached.loader.pipeline import LoadResult, run, thread_count
-from weightcached.loader.plan import LoadPlan, plan_load
-from weightcached.loader.sink import HostSink
+from weightcached.errors import CheckpointChanged, CheckpointError, ConnectionLost
+from weightcached.loader.pipeline import run
+from weightcached.loader.plan import Copy, plan_load
+from weightcached.loader.readers import Readers, reader_count
+from weightcached.loader.sink import HostSink, Placed
+from weightcached.parallel.slices import Slice
 from weightcached.shard.dtypes import DTYPES, tensor_bytes
 from weightcached.shard.host import HostSlab
-
-MakeCheckpoint = Callable[..., Path]
-Raw = dict[str, tuple[str, tuple[int, ...], bytes]]
 
 
 @pytest.fixture(autouse=True)
 def nothing_left(descriptors: NoDescriptorLeaks) -> Iterator[None]:
-    """No test leaves a descriptor or a thread behind."""
-    before = set(threading.enumerate())
+    """No test leaves a descriptor, a thread or a process behind."""
+    before = set(threading.enumerate()), children_of(os.getpid())
     yield
-    assert set(threading.enumerate()) == before
+    assert (set(threading.enumerate()), children_of(os.getpid())) == before
 
 
-def load(path: Path, **options: Any) -> tuple[LoadPlan, LoadResult, bytes]:
-    """The plan, the result, and what the sealed slab holds."""
-    with open_checkpoint(path) as checkpoint:
-        plan = plan_load(checkpoint)
-        slab = HostSlab(plan.nbytes)
-        try:
-            result = run(plan, checkpoint, HostSink(slab), **options)
-            with slab.seal() as fd:
-                return plan, result, os.pread(fd.fileno(), plan.nbytes, 0)
-        finally:
-            slab.close()
-
-
-def tensors_of(path: Path) -> Raw:
-    """Name -> dtype, shape, bytes, by the format's definition."""
-    data = path.read_bytes()
-    (length,) = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + length])
-    header.pop("__metadata__", None)
-    body = data[8 + length :]
-    return {
-        name: (item["dtype"], tuple(item["shape"]), body[slice(*item["data_offsets"])]) for name, item in header.items()
-    }
-
-
-def check(plan: LoadPlan, slab: bytes, expected: Raw) -> None:
+def check(loaded: Loaded, expected: Raw) -> None:
     """Every tensor is in the slab with its type and shape, and between them are zeros."""
-    assert {entry.name for entry in plan.entries} == set(expected)
+    (slab,), (data,) = loaded.plan.slabs, loaded.slabs
+    assert {entry.name for entry in slab.entries} == set(expected)
     position = 0
-    for entry in plan.entries:
-        dtype, shape, data = expected[entry.name]
-        assert (entry.dtype, entry.shape, entry.nbytes) == (dtype, shape, len(data))
-        assert slab[entry.offset : entry.offset + entry.nbytes] == data, entry.name
-        assert not any(slab[position : entry.offset]), "a gap that is not zero"
+    for entry in slab.entries:
+        dtype, shape, content = expected[entry.name]
+        assert (entry.dtype, entry.shape, entry.nbytes) == (dtype, shape, len(content))
+        assert data[entry.offset : entry.offset + entry.nbytes] == content, entry.name
+        assert not any(data[position : entry.offset]), "a gap that is not zero"
         position = entry.offset + entry.nbytes
-    assert position == len(slab)
-
-
-def digest_of(path: Path) -> str:
-    """The file's digest, computed block by block in one thread."""
-    data = path.read_bytes()
-    digest = FileDigest(len(data))
-    for index in range(0, len(data), BLOCK_BYTES):
-        digest.put(index // BLOCK_BYTES, block_digest([data[index : index + BLOCK_BYTES]]))
-    return digest.value()
-
-
-def noise(nbytes: int, seed: int = 1) -> bytes:
-    return random.Random(seed).randbytes(nbytes)
+    assert position == len(data)
 
 
 @pytest.fixture
@@ -101,8 +78,8 @@ def big(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> Path:
     return path
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_every_dtype_at_odd_offsets(tmp_path: Path, make_checkpoint: MakeCheckpoint, threads: int) -> None:
+@pytest.mark.parametrize("readers", [1, 3])
+def test_every_dtype_at_odd_offsets(tmp_path: Path, make_checkpoint: MakeCheckpoint, readers: int) -> None:
     """Tensors of all types, 0-dim and empty ones among them, arrive whole although the file aligns nothing."""
     tensors: Raw = {"odd": ("U8", (1,), b"\x07")}
     for number, dtype in enumerate(DTYPES):
@@ -112,27 +89,48 @@ def test_every_dtype_at_odd_offsets(tmp_path: Path, make_checkpoint: MakeCheckpo
                 tensors[f"{dtype}{shape}"] = (dtype, shape, noise(nbytes, number))
         tensors[f"odd{number}"] = ("U8", (3,), b"abc")
     path = make_checkpoint(tmp_path / "model.safetensors", tensors)
-    plan, _, slab = load(path, threads=threads)
-    check(plan, slab, tensors)
+    check(load_host(path, readers=readers), tensors)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_a_file_of_several_blocks(big: Path, threads: int) -> None:
-    """Tensors over many blocks are put together rightly, whatever the number of threads."""
-    plan, result, slab = load(big, threads=threads)
-    check(plan, slab, tensors_of(big))
+@pytest.mark.parametrize("readers", [1, 2, 5])
+def test_a_file_of_several_blocks(big: Path, readers: int) -> None:
+    """Tensors over many blocks are put together rightly, whatever the number of readers."""
+    loaded = load_host(big, readers=readers)
+    check(loaded, tensors_of(big))
+    result = loaded.result
     assert result.bytes_read == big.stat().st_size
     assert [file.digest for file in result.files] == [digest_of(big)]
     assert result.content == checkpoint_digest([digest_of(big)])
     assert result.seconds > 0
 
 
-def test_twenty_thousand_tiny_tensors(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
-    """20,000 tensors of 0 to 40 bytes, 256 bytes apart in the slab, arrive whole."""
-    sizes = random.Random(3).choices(range(41), k=20_000)
+def test_twenty_thousand_tiny_tensors(
+    tmp_path: Path, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20,000 tensors of 0 to 400 bytes, each at a multiple of 256 bytes, arrive whole, by few system calls."""
+    sizes = random.Random(3).choices(range(401), k=20_000)
     tensors: Raw = {f"t{i}": ("U8", (size,), noise(size, i)) for i, size in enumerate(sizes)}
-    plan, _, slab = load(make_checkpoint(tmp_path / "model.safetensors", tensors), threads=2)
-    check(plan, slab, tensors)
+    path = make_checkpoint(tmp_path / "model.safetensors", tensors)
+    calls = counting(monkeypatch)
+    loaded = load_host(path, threads=2)
+    monkeypatch.undo()
+    check(loaded, tensors)
+    assert len(calls) < 100
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What each preadv of this process returns from here on, the one-byte probes of residency apart."""
+    found: list[int] = []
+    preadv = os.preadv
+
+    def counted(fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+        if flags:
+            return preadv(fd, buffers, offset, flags)
+        found.append(preadv(fd, buffers, offset))
+        return found[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    return found
 
 
 def test_several_files_and_their_digests(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
@@ -147,8 +145,9 @@ def test_several_files_and_their_digests(tmp_path: Path, make_checkpoint: MakeCh
         expected.update(tensors)
     index = {"metadata": {}, "weight_map": weight_map}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    plan, result, slab = load(tmp_path, threads=2)
-    check(plan, slab, expected)
+    loaded = load_host(tmp_path)
+    check(loaded, expected)
+    result = loaded.result
     digests = {path.name: digest_of(path) for path in tmp_path.glob("*.safetensors")}
     assert {file.name: file.digest for file in result.files} == digests
     assert result.content == checkpoint_digest([digests[file.name] for file in result.files])
@@ -156,33 +155,28 @@ def test_several_files_and_their_digests(tmp_path: Path, make_checkpoint: MakeCh
 
 def test_the_real_model(minilm: Path) -> None:
     """all-MiniLM-L6-v2 lies in the slab exactly as in its file, under the digest that the file has by itself."""
-    plan, result, slab = load(minilm)
+    loaded = load_host(minilm)
+    result = loaded.result
     with open_checkpoint(minilm) as checkpoint:
         assert result.content == digest_checkpoint(checkpoint)[0]
-    check(plan, slab, tensors_of(minilm / "model.safetensors"))
+    check(loaded, tensors_of(minilm / "model.safetensors"))
     assert result.bytes_read == (minilm / "model.safetensors").stat().st_size
 
 
 def test_a_checkpoint_without_bytes(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
     """A checkpoint of empty tensors is an empty slab; its file is read and hashed all the same."""
     path = make_checkpoint(tmp_path / "model.safetensors", {"a": ("F32", (0, 4), b""), "b": ("I8", (0,), b"")})
-    plan, result, slab = load(path)
-    assert (plan.nbytes, slab) == (0, b"")
+    plan, result, slabs = load_host(path)
+    assert (plan.slabs[0].nbytes, slabs) == (0, (b"",))
     assert result.bytes_read == path.stat().st_size
     assert [file.digest for file in result.files] == [digest_of(path)]
 
 
-def test_every_byte_is_read_once(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What preadv returns over a load adds up to the file's size exactly."""
-    got: list[int] = []
-    preadv = os.preadv
-
-    def counting(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        got.append(preadv(fd, buffers, offset))
-        return got[-1]
-
-    monkeypatch.setattr(os, "preadv", counting)
-    _, result, _ = load(big, threads=3)
+@pytest.mark.parametrize("several", [False, True])
+def test_every_byte_is_read_once(big: Path, monkeypatch: pytest.MonkeyPatch, several: bool) -> None:
+    """What preadv returns over a load adds up to the file's size exactly, for one rank as for five."""
+    got = counting(monkeypatch)
+    result = load_host(big, ranks_of(big) if several else None, threads=3).result
     assert sum(got) == result.bytes_read == big.stat().st_size
 
 
@@ -196,7 +190,9 @@ def test_short_reads_are_continued(
     preadv = os.preadv
     chance = random.Random(5)
 
-    def stingy(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def stingy(fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+        if flags:
+            return preadv(fd, buffers, offset, flags)
         first = buffers[0]
         if chance.random() < 0.3 and len(buffers) > 1:
             return preadv(fd, [first], offset)
@@ -204,33 +200,72 @@ def test_short_reads_are_continued(
             return preadv(fd, [part], offset)
 
     monkeypatch.setattr(os, "preadv", stingy)
-    plan, result, slab = load(path, threads=2)
+    loaded = load_host(path, threads=2)
     monkeypatch.undo()
-    check(plan, slab, tensors)
-    assert result.content == checkpoint_digest([digest_of(path)])
+    check(loaded, tensors)
+    assert loaded.result.content == checkpoint_digest([digest_of(path)])
+
+
+def ranks_of(path: Path) -> list[list[Slice]]:
+    """Rows for the first rank, what is whole for two more, something else for the fourth, nothing for the last."""
+    sizes = {name: len(data) for name, (_, _, data) in tensors_of(path).items()}
+    everything = [columns(name, 1, nbytes, 0, nbytes) for name, nbytes in sizes.items()]
+    rows = [columns(name, nbytes // 1000, 1000, 7, 500, 3) for name, nbytes in sizes.items() if nbytes > 1000]
+    return [rows, everything, everything, everything[2:4], []]
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_the_slices_of_several_ranks(big: Path, readers: int) -> None:
+    """Each rank's slab is what slicing in Python gives, and all come from one pass over the file."""
+    shards = ranks_of(big)
+    loaded = load_host(big, shards, readers=readers)
+    for number, slab in enumerate(loaded.slabs):
+        assert slab == slab_of(tensors_of(big), loaded.plan, shards, number)
+    assert loaded.result.bytes_read == big.stat().st_size
+    assert loaded.result.content == checkpoint_digest([digest_of(big)])
+
+
+# The fixture is a function without state.
+@settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_slices(scratch: Path, make_checkpoint: MakeCheckpoint, data: st.DataObject) -> None:
+    """Any cut for any ranks, in blocks of 64 bytes, which cut rows at every place: what Python's slicing gives."""
+    sizes = data.draw(st.lists(st.integers(0, 400), min_size=1, max_size=5))
+    raw: Raw = {f"w{i}": ("U8", (size,), noise(size, i)) for i, size in enumerate(sizes)}
+    shards = any_cut(data, {name: len(item[2]) for name, item in raw.items()}, data.draw(st.integers(1, 3)))
+    path = make_checkpoint(scratch / "model.safetensors", raw)
+    with small_blocks(64):
+        loaded = load_host(path, shards, staging=256, threads=2)
+    for number, slab in enumerate(loaded.slabs):
+        assert slab == slab_of(raw, loaded.plan, shards, number)
+    assert loaded.result.bytes_read == path.stat().st_size
 
 
 def at_half(path: Path, act: Callable[[], None]) -> Callable[[int], None]:
-    """A progress callback that does something to the file once, when half of it is read."""
-    half = path.stat().st_size // 2
+    """A progress callback that does something once, when half of the file is read."""
+    return at(path.stat().st_size // 2, act)
+
+
+def at(nbytes: int, act: Callable[[], None]) -> Callable[[int], None]:
+    """A progress callback that does something once, when that many bytes are read."""
     done = False
 
     def progress(bytes_done: int) -> None:
         nonlocal done
-        if bytes_done >= half and not done:
+        if bytes_done >= nbytes and not done:
             done = True
             act()
 
     return progress
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_file_that_shrinks_is_an_error(big: Path, threads: int) -> None:
+@pytest.mark.parametrize("readers", [1, 2])
+def test_a_file_that_shrinks_is_an_error(big: Path, readers: int) -> None:
     """Truncated in the middle of a load: an error that says so; the slab can be freed at once."""
     with pytest.raises(
-        CheckpointChanged, match=r"model.safetensors: shrank while it was read: it ends at byte \d+ now"
+        CheckpointChanged, match=r"model.safetensors: shrank while it was read: \d+ bytes expected, \d+ found"
     ):
-        load(big, threads=threads, progress=at_half(big, lambda: os.truncate(big, big.stat().st_size * 3 // 4)))
+        load_host(big, readers=readers, progress=at_half(big, lambda: os.truncate(big, big.stat().st_size * 3 // 4)))
 
 
 def rewrite(path: Path) -> None:
@@ -259,58 +294,50 @@ def append(path: Path) -> None:
 def test_a_file_that_changes_is_an_error(big: Path, act: Callable[[Path], None]) -> None:
     """A file that is written, replaced or removed during a load makes the load fail at its end."""
     with pytest.raises(CheckpointChanged):
-        load(big, threads=2, progress=at_half(big, lambda: act(big)))
+        load_host(big, readers=2, progress=at_half(big, lambda: act(big)))
 
 
 def test_a_file_that_cannot_be_read_is_an_error(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """EIO from the kernel becomes an error with the file and the byte."""
 
-    def broken(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def broken(fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "preadv", broken)  # the header is read with pread
-    with pytest.raises(CheckpointError, match=r"model.safetensors: cannot be read at byte \d+: Input/output error"):
-        load(big, threads=2)
+    with pytest.raises(CheckpointError, match=r"model.safetensors: cannot read at byte \d+: Input/output error"):
+        load_host(big, threads=2)
 
 
-def test_the_first_error_stops_the_other_threads(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After one thread fails, each other thread ends with the block that it is at, and the error is the first one."""
-    reading = threading.Barrier(3)
-    stopped = threading.Event()
-    reads: list[int] = []
-    preadv = os.preadv
+def test_the_first_error_ends_every_reader(big: Path) -> None:
+    """After one reader fails nobody waits for another, not even if that does not run: the error is the first one's."""
 
-    def one_fails(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        reads.append(offset)
-        reading.wait(30)  # all three are in the middle of a block
-        if offset == 0:
-            raise OSError(errno.EIO, "planted")
-        assert stopped.wait(30)
-        return preadv(fd, buffers, offset)
+    def stop_one_and_truncate() -> None:
+        os.kill(children_of(os.getpid())[0], signal.SIGSTOP)
+        os.truncate(big, 100)
 
-    class Pool(ThreadPoolExecutor):
-        """Lets the others go on when the load begins to wait for their end, and not before."""
+    with pytest.raises(CheckpointChanged, match=r"\d+ bytes expected, 100 found"):
+        load_host(big, readers=2, progress=at(1, stop_one_and_truncate))
 
-        def shutdown(self, *args: Any, **options: Any) -> None:
-            stopped.set()
-            super().shutdown(*args, **options)
 
-    monkeypatch.setattr(pipeline, "ThreadPoolExecutor", Pool)
-    monkeypatch.setattr(os, "preadv", one_fails)
-    with pytest.raises(CheckpointError, match="planted"):
-        load(big, threads=3)
-    assert len(reads) == 3, "one read per thread, of a file of more blocks than that"
+def test_a_reader_that_is_killed_is_an_error(big: Path) -> None:
+    """The load ends, with the reader's signal in the error; what the slab holds by then is nobody's."""
+
+    def kill_one() -> None:
+        os.kill(children_of(os.getpid())[0], signal.SIGKILL)
+
+    with pytest.raises(ConnectionLost, match=r"reader process \d+: ended by SIGKILL in the middle of the load"):
+        load_host(big, readers=2, progress=at(1, kill_one))
 
 
 def test_an_error_of_the_progress_callback_ends_the_load(big: Path) -> None:
     """The loader ends when the service that listens to its progress is gone."""
 
     with pytest.raises(ZeroDivisionError):
-        load(big, threads=2, progress=lambda done: 1 // 0)
+        load_host(big, readers=2, progress=lambda done: 1 // 0)
 
 
 def test_an_exception_of_a_signal_handler_ends_the_load(big: Path) -> None:
-    """A signal whose handler raises, in the thread that waits, stops the load; nothing runs on behind it."""
+    """A signal whose handler raises, while the load waits for readers, stops it; nothing runs on behind it."""
 
     class Terminated(Exception):
         pass
@@ -318,18 +345,25 @@ def test_an_exception_of_a_signal_handler_ends_the_load(big: Path) -> None:
     def handler(number: int, frame: object) -> None:
         raise Terminated
 
-    before = signal.signal(signal.SIGUSR1, handler)
+    def wait_for_ever() -> None:
+        for pid in children_of(os.getpid()):
+            os.kill(pid, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGALRM)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+
+    before = signal.signal(signal.SIGALRM, lambda number, frame: signal.signal(signal.SIGALRM, handler))
     try:
         with pytest.raises(Terminated):
-            load(big, threads=1, progress=at_half(big, lambda: signal.raise_signal(signal.SIGUSR1)))
+            load_host(big, readers=1, progress=at(1, wait_for_ever))
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_progress_counts_up_to_the_whole(big: Path) -> None:
     """Progress grows with each block, one call at a time, and ends at the size of the files."""
     seen: list[int] = []
-    load(big, threads=3, progress=seen.append)
+    load_host(big, readers=3, progress=seen.append)
     assert seen == sorted(set(seen))
     assert seen[-1] == big.stat().st_size
 
@@ -338,52 +372,75 @@ class Recording(HostSink):
     """A host sink that notes what is asked of it and can fail at one step."""
 
     def __init__(self, slab: HostSlab, fail: str = "") -> None:
-        super().__init__(slab)
+        super().__init__([slab])
         self.asked: list[str] = []
         self._fail = fail
 
-    def _note(self, what: str) -> None:
+    def note(self, what: str) -> None:
         self.asked.append(what)
         if what == self._fail:
             raise RuntimeError(what)
 
-    def start(self, threads: int, reads: int) -> None:
-        self._note("start")
+    def start(self, readers: int) -> None:
+        super().start(readers)
+        self.note("start")
+
+    def place(self, nbytes: int, copies: Sequence[Copy], *, wait: bool) -> Placed | None:
+        if "place" not in self.asked:
+            self.note("place")
+        return super().place(nbytes, copies, wait=wait)
+
+    def write(self, placed: Placed) -> None:
+        if "write" not in self.asked:
+            self.note("write")
+        super().write(placed)
 
     def finish(self) -> None:
-        self._note("finish")
+        self.note("finish")
 
     def close(self) -> None:
         super().close()
-        self._note("close")
+        self.note("close")
 
 
-@pytest.mark.parametrize(
-    ("fail", "asked"),
-    [
-        ("", ["start", "finish", "close"]),
-        ("start", ["start", "close"]),
-        ("finish", ["start", "finish", "close"]),
-    ],
-)
-def test_the_sink_is_always_closed(big: Path, fail: str, asked: list[str]) -> None:
-    """`run` starts, finishes and closes the sink; it is closed whatever fails."""
-    with open_checkpoint(big) as checkpoint:
-        plan = plan_load(checkpoint)
-        slab = HostSlab(plan.nbytes)
+STEPS = ["start", "place", "write", "finish"]
+
+
+@pytest.mark.parametrize("fail", ["", *STEPS])
+@pytest.mark.parametrize("own", [True, False])
+def test_the_sink_is_always_closed(big: Path, monkeypatch: pytest.MonkeyPatch, fail: str, own: bool) -> None:
+    """`run` takes one step after the other. Whatever fails, the readers are ended first, its own and given ones, since
+    they use the sink's memory; then the slab can be sealed."""
+    with open_checkpoint(big) as checkpoint, thread_readers(2) as given:
+        plan = plan_load(checkpoint, [whole(checkpoint)])
+        slab = HostSlab(plan.slabs[0].nbytes)
         sink = Recording(slab, fail)
+        close = Readers.close
+
+        def noted(readers: Readers) -> None:
+            sink.asked.append("readers ended")
+            close(readers)
+
+        monkeypatch.setattr(Readers, "close", noted)
         with pytest.raises(RuntimeError, match=fail) if fail else nullcontext():
-            run(plan, checkpoint, sink, threads=2)
-        slab.close()
-    assert sink.asked == asked
+            run(plan, checkpoint, sink, readers=None if own else given)
+        asked = list(sink.asked)
+        slab.seal().close()
+    done = STEPS[: STEPS.index(fail) + 1] if fail else STEPS
+    assert asked == [*done, "readers ended", "close"]
 
 
-def test_the_number_of_threads(big: Path) -> None:
-    """One per usable core, 16 at most, never more than there are blocks."""
-    with open_checkpoint(big) as checkpoint:
-        plan = plan_load(checkpoint)
-    cores = len(os.sched_getaffinity(0))
-    assert thread_count(plan) == min(cores, 16, len(plan.tasks))
-    assert thread_count(plan, 3) == 3
-    assert thread_count(plan, 500) == len(plan.tasks)
-    assert thread_count(LoadPlan((), 0, (), 0)) == 1
+def test_it_starts_readers_of_its_own(big: Path) -> None:
+    """Without readers that are given, there are as many as suit the load and the host, and they end with it."""
+    seen: list[int] = []
+    loaded = load_host(big, progress=lambda done: seen.append(len(children_of(os.getpid()))))
+    assert set(seen) == {reader_count(loaded.plan.task_count)}
+
+
+@pytest.mark.parametrize("readers", [1, 4])
+def test_a_ring_smaller_than_what_the_readers_could_take(big: Path, readers: int) -> None:
+    """With two buffers for all readers the load takes turns, and is the same load."""
+    shards = ranks_of(big)
+    loaded = load_host(big, shards, staging=0, readers=readers)
+    for number, slab in enumerate(loaded.slabs):
+        assert slab == slab_of(tensors_of(big), loaded.plan, shards, number)

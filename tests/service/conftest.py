@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import MakeCheckpoint
+from tests.llama import Tensor, write_llama
 from tests.running import RunningService
 from weightcached.fds import FdSet
 from weightcached.paths import socket_path
@@ -35,6 +36,12 @@ def start_service(runtime_dir: Path) -> Iterator[StartService]:
 
 
 @pytest.fixture
+def llama(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> tuple[Path, dict[str, Tensor]]:
+    """The folder of a small Llama, which can be cut for two ranks, and its tensors."""
+    return tmp_path / "llama", write_llama(tmp_path / "llama", make_checkpoint)
+
+
+@pytest.fixture
 def checkpoint(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> Path:
     """A small checkpoint file of two tensors with random bytes."""
     tensors = {"a": ("F32", (64, 16), os.urandom(4096)), "b": ("BF16", (7,), os.urandom(14))}
@@ -47,11 +54,12 @@ def model(name: str, checkpoint: Path, *more: str) -> str:
 
 
 HOST = 'devices = ["host-0"]\n'
+HOSTS = 'devices = ["host-0", "host-1", "host-2", "host-3"]\n'
 
 
-def attach(name: str, wait: float = 0.0, **key: object) -> tuple[Connection, FdSet]:
+def attach(name: str, wait: float = 0.0, *, device: str = "host-0", **key: object) -> tuple[Connection, FdSet]:
     """A lease on a model and the shard's descriptors; the caller closes both."""
-    worker = Connection.open(socket_path("host-0"), device="host-0", client="test")
+    worker = Connection.open(socket_path(device), device=device, client="test")
     try:
         _, fds = worker.request(Attach(model=name, key=key, wait=wait), timeout=wait + 10)
     except BaseException:
@@ -64,6 +72,13 @@ def slab_bytes(fds: FdSet) -> bytes:
     """The content of the first slab."""
     slab = list(fds)[1].fileno()
     return os.pread(slab, os.fstat(slab).st_size, 0)
+
+
+def held_by(name: str, device: str, **key: object) -> bytes:
+    """What a client of a device gets: the content of the model's slab there."""
+    worker, fds = attach(name, device=device, **key)
+    with worker, fds:
+        return slab_bytes(fds)
 
 
 def generation(fds: FdSet) -> int:

@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import MakeCheckpoint
+from tests.llama import Tensor, slab_of
 from tests.running import children_of
-from tests.service.conftest import HOST, StartService, attach, model
+from tests.service.conftest import HOST, HOSTS, StartService, attach, held_by, model
 from weightcached.errors import KeyMismatch
+
+Llama = tuple[Path, dict[str, Tensor]]
 
 
 def test_eviction_respects_leases(start_service: StartService, checkpoint: Path) -> None:
-    """A model in use is refused with exit code 5 and its holder; --force drops it; its memory counts until released."""
+    """A model in use is refused with exit code 5 and its holder; --force drops it; its memory counts until released,
+    and who asks for it then is told how to load it."""
     service = start_service(HOST + model("small", checkpoint)).ready()
     worker, fds = attach("small")
     assert f"pid {os.getpid()}" in service.ctl("evict", "small", code=5)
@@ -28,7 +32,46 @@ def test_eviction_respects_leases(start_service: StartService, checkpoint: Path)
     device = service.status()["devices"][0]
     assert (device["shards"], device["held"]) == ([], 0)
     assert service.model("small")["state"] == "absent"
-    service.ctl("evict", "small", code=4)
+    for command in ("evict", "verify"):
+        assert "weightcachectl load small" in service.ctl(command, "small", code=4)
+    service.stop()
+
+
+def test_a_model_goes_from_all_its_devices(start_service: StartService, llama: Llama) -> None:
+    """One eviction drops every rank, each is named; nothing of it is left on any device."""
+    service = start_service(
+        HOSTS + model("cut", llama[0], "tensor_parallel = 2", 'devices = ["host-3", "host-1"]')
+    ).ready()
+    assert sorted(line.split()[3] for line in service.ctl("evict", "cut").splitlines()) == ["host-1:", "host-3:"]
+    status = service.status()
+    assert [device["held"] for device in status["devices"]] == [0, 0, 0, 0]
+    assert (status["models"][0]["state"], status["models"][0]["ranks_cached"]) == ("absent", 0)
+    service.stop()
+
+
+def test_a_rank_in_use_keeps_the_others(start_service: StartService, llama: Llama) -> None:
+    """A model that is attached on one device is refused as a whole, before another rank is dropped."""
+    service = start_service(HOSTS + model("cut", llama[0], "tensor_parallel = 2")).ready()
+    worker, fds = attach("cut", device="host-1")
+    with worker, fds:
+        assert "cut on host-1 is in use by pid" in service.ctl("evict", "cut", code=5)
+        assert service.model("cut")["ranks_cached"] == 2
+        assert "holders end" in service.ctl("evict", "cut", "--force")
+        assert service.model("cut")["ranks_cached"] == 0
+    service.stop()
+
+
+def test_one_rank_may_go(start_service: StartService, llama: Llama) -> None:
+    """Evicted on one device, the model is absent with what is left of it, until a load makes it whole again."""
+    service = start_service(HOSTS + model("cut", llama[0], "tensor_parallel = 2")).ready()
+    service.ctl("evict", "cut", "--device", "host-0")
+    found = service.model("cut")
+    assert (found["state"], found["ranks"], found["ranks_cached"]) == ("absent", 2, 1)
+    assert found["generations"] == [None, 1]
+    assert held_by("cut", "host-1", tensor_parallel_rank=1) == slab_of(llama[1], 1, 2)
+    service.ctl("load", "cut")
+    service.ctl("wait", "cut", "--timeout", "30")
+    assert (service.model("cut")["ranks_cached"], service.model("cut")["generations"]) == (2, [2, 2])
     service.stop()
 
 
@@ -62,7 +105,7 @@ def test_an_evicted_model_loads_again_as_the_next_generation(start_service: Star
     service.ctl("evict", "small")
     service.ctl("load", "small")
     service.ctl("wait", "small", "--timeout", "30")
-    assert service.model("small")["generation"] == 2
+    assert service.model("small")["generations"] == [2]
     assert "already" in service.ctl("load", "small")
     service.stop()
 

@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import MakeCheckpoint
+from tests.llama import LAYERS, Tensor, slab_of
 from tests.running import process_of_role, wait_for_end
-from tests.service.conftest import HOST, StartService, attach, generation, model
+from tests.service.conftest import HOST, HOSTS, StartService, attach, generation, held_by, model
 from weightcached.config import ModelConfig
-from weightcached.errors import ModelFailed, ModelLoading, NoSuchModel, RuntimeDirectoryError
+from weightcached.errors import (
+    ConnectionLost,
+    DeviceError,
+    KeyMismatch,
+    LoadFailed,
+    ModelFailed,
+    ModelLoading,
+    NoSuchModel,
+    RuntimeDirectoryError,
+    WeightCacheError,
+    to_wire,
+)
+from weightcached.loader.process import Job
+from weightcached.parallel.ranks import Parallel
 from weightcached.service import loads
 from weightcached.service.models import Model
+
+Llama = tuple[Path, dict[str, Tensor]]
 
 
 def test_a_model_without_preload_loads_when_a_client_waits_for_it(
@@ -101,7 +119,7 @@ def test_a_refused_eviction_leaves_the_load_alone(
     service.ctl("evict", "w", code=5)
     os.kill(loader, signal.SIGCONT)
     service.ctl("wait", "w", "--timeout", "30")
-    assert service.model("w")["generation"] == 2
+    assert service.model("w")["generations"] == [2]
     held.close()
     holder.close()
     service.stop()
@@ -122,9 +140,9 @@ def test_a_loader_that_cannot_be_started_is_a_failed_model(
     monkeypatch.setattr(loads, "spawn_role", spawn)
 
     async def main() -> None:
-        models = [Model(ModelConfig(name=name, checkpoint=str(checkpoint)), "host-0") for name in ("a", "b")]
+        models = [Model(ModelConfig(name=name, checkpoint=str(checkpoint)), ("host-0",)) for name in ("a", "b")]
         ended = asyncio.Event()
-        queue = loads.Loads(lambda model: ended.set() if models[1].state == "failed" else None)
+        queue = loads.Loads(lambda model: ended.set() if models[1].state == "failed" else None, lambda: 8 << 20)
         task = asyncio.create_task(queue.run())
         for item in models:
             queue.add(item)
@@ -183,5 +201,208 @@ def test_load_tries_again_after_a_failed_reload(start_service: StartService, che
     checkpoint.write_bytes(good)
     assert "follow it" in service.ctl("load", "small")
     service.ctl("wait", "small", "--timeout", "30")
-    assert (service.model("small")["generation"], service.model("small")["error"]) == (2, None)
+    assert (service.model("small")["generations"], service.model("small")["error"]) == ([2], None)
     service.stop()
+
+
+def test_one_load_feeds_all_ranks(start_service: StartService, llama: Llama) -> None:
+    """Each device holds its rank, in the order of the config; every byte of the checkpoint was read once."""
+    folder, tensors = llama
+    service = start_service(
+        HOSTS + model("cut", folder, "tensor_parallel = 2", 'devices = ["host-2", "host-0"]')
+    ).ready()
+    found = service.model("cut")
+    assert (found["state"], found["devices"], found["generations"]) == ("cached", ["host-2", "host-0"], [1, 1])
+    assert (found["ranks"], found["ranks_cached"]) == (2, 2)
+    for rank, device in enumerate(found["devices"]):
+        key = {"tensor_parallel_size": 2, "tensor_parallel_rank": rank}
+        assert held_by("cut", device, **key) == slab_of(tensors, rank, 2)
+    assert found["nbytes"] == sum(len(slab_of(tensors, rank, 2)) for rank in (0, 1))
+    assert found["bytes_done"] == found["bytes_to_read"] == (folder / "model.safetensors").stat().st_size
+    with pytest.raises(KeyMismatch) as caught:
+        attach("cut", device="host-0", tensor_parallel_rank=0)
+    assert caught.value.differences == {"tensor_parallel_rank": [0, 1]}
+    with pytest.raises(NoSuchModel):
+        attach("cut", device="host-1")
+    service.stop()
+
+
+def test_stages_and_replicas(start_service: StartService, llama: Llama) -> None:
+    """Four ranks of two stages and two replicas: the stage's layers are in the key, replicas hold the same bytes."""
+    sizes = ["pipeline_parallel = 2", f"pipeline_layers = [1, {LAYERS - 1}]", "data_parallel = 2"]
+    service = start_service(HOSTS + model("grid", llama[0], *sizes)).ready()
+    keys = [device["shards"][0]["key"] for device in service.status()["devices"]]
+    assert [(key["data_parallel_rank"], key["pipeline_parallel_rank"]) for key in keys] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
+    assert [key["layers"] for key in keys] == [[0, 1], [1, LAYERS]] * 2
+    slabs = [held_by("grid", f"host-{number}") for number in range(4)]
+    assert slabs[0] == slabs[2] != slabs[1] == slabs[3]
+    service.stop()
+
+
+def test_a_cast_is_in_the_key(start_service: StartService, tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    """`dtype` reaches the loader: half the bytes, the content's digest is that of the file."""
+    path = make_checkpoint(tmp_path / "f32.safetensors", {"a": ("F32", (2, 64), bytes(512))})
+    service = start_service(HOST + model("as-is", path) + model("cast", path, 'dtype = "float16"')).ready()
+    shards = {shard["model"]: shard for shard in service.status()["devices"][0]["shards"]}
+    assert (shards["as-is"]["key"]["dtype"], shards["as-is"]["nbytes"]) == ("float32", 512)
+    assert (shards["cast"]["key"]["dtype"], shards["cast"]["nbytes"]) == ("float16", 256)
+    assert shards["cast"]["key"]["content"] == shards["as-is"]["key"]["content"]
+    service.stop()
+
+
+def test_a_client_of_any_rank_sets_the_load_off(start_service: StartService, llama: Llama) -> None:
+    """A client that waits on the second rank's device gets its rank, and the first one is there as well."""
+    service = start_service(HOSTS + model("lazy", llama[0], "tensor_parallel = 2", "preload = false")).ready()
+    worker, fds = attach("lazy", wait=30, device="host-1", tensor_parallel_rank=1)
+    fds.close()
+    worker.close()
+    service.ctl("wait", "lazy", "--timeout", "30")
+    assert held_by("lazy", "host-0") == slab_of(llama[1], 0, 2)
+    service.stop()
+
+
+def test_clients_of_every_device_hear_of_the_load(start_service: StartService, llama: Llama) -> None:
+    """While one loader works for two devices, both workers know: loading, then called off by an operator."""
+    service = start_service(HOSTS + model("cut", llama[0], "tensor_parallel = 2", "preload = false")).ready()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(attach, "cut", 60, device="host-1")  # its request is what starts the load
+        os.kill(process_of_role(service, "loader"), signal.SIGSTOP)
+        for device in ("host-0", "host-1"):
+            with pytest.raises(ModelLoading, match=f"still loading on {device}"):
+                attach("cut", device=device)
+        assert "called off" in service.ctl("evict", "cut")
+        with pytest.raises(ModelFailed, match="called off"):
+            waiting.result(20)
+    assert service.model("cut")["state"] == "absent"
+    service.stop()
+
+
+def test_a_rank_without_room_fails_the_whole_load(start_service: StartService, llama: Llama) -> None:
+    """Room is asked for on every device before anything is read: nothing is published on those that have it."""
+    folder, tensors = llama
+    whole = len(slab_of(tensors, 0, 1))
+    config = f'ready = "listening"\nmemory_limit = {whole}\n' + HOSTS
+    config += model("first", folder, 'devices = ["host-1"]') + model("cut", folder, "tensor_parallel = 2")
+    service = start_service(config).ready()
+    assert "host-1 has no room" in service.ctl("wait", "cut", code=1)
+    found = service.model("cut")
+    assert (found["state"], found["ranks_cached"], found["generations"]) == ("failed", 0, [None, None])
+    assert service.model("first")["state"] == "cached"
+    assert [device["held"] for device in service.status()["devices"]] == [0, whole, 0, 0]
+    service.ctl("evict", "first")
+    service.ctl("load", "cut")
+    service.ctl("wait", "cut", "--timeout", "30")
+    service.stop()
+
+
+LOADER = """
+import json, pathlib, socket, sys
+with socket.socket(fileno=int(sys.argv[1])) as channel:
+    pathlib.Path(sys.argv[2]).write_bytes(channel.recv(65536))
+    for message in json.loads(sys.argv[3]):
+        channel.send(json.dumps(message).encode())
+"""
+PLAN = {"plan": {"nbytes": [100, 100], "bytes_to_read": 2, "tensors": [1, 1]}}
+FIRST, SECOND = {"progress": {"bytes_done": 1}}, {"progress": {"bytes_done": 2}}  # that rank is published
+DONE = {"done": {"shards": [], "bytes_read": 2, "seconds": 1.0}}
+Script = list[dict[str, object]]
+
+
+def failure(error: WeightCacheError) -> dict[str, object]:
+    return {"failed": {"error": to_wire(error)}}
+
+
+def run_scripted(monkeypatch: pytest.MonkeyPatch, job: Path, *scripts: Script, **options: object) -> Model:
+    """A model of two ranks after a load whose loaders are scripts, one for each try; the last one's job is in `job`.
+
+    For what the real loader cannot be made to do at will. What the workers would say is said by the test.
+    """
+    given = {"name": "m", "checkpoint": "/models/m", "tensor_parallel": 2, **options}
+    model = Model(ModelConfig.model_validate(given), ("host-0", "host-1"))
+    tries = 0
+    published: set[tuple[int, int]] = set()
+
+    async def spawn(arguments: list[str], fds: dict[str, int]) -> asyncio.subprocess.Process:
+        nonlocal tries
+        tries += 1
+        assert arguments == ["loader", "host-0,host-1", "m"]
+        (fd,) = fds.values()
+        command = [sys.executable, "-c", LOADER, str(fd), str(job), json.dumps(scripts[tries - 1])]
+        return await asyncio.create_subprocess_exec(*command, pass_fds=(fd,))
+
+    async def main() -> None:
+        ended = asyncio.Event()
+
+        def changed(model: Model) -> None:
+            rank = (tries, model.bytes_done)
+            if model.bytes_done and rank not in published:
+                published.add(rank)
+                model.published(f"host-{model.bytes_done - 1}", tries, 100)
+            if queue.idle and model.state in ("cached", "failed"):
+                ended.set()
+
+        queue = loads.Loads(changed, lambda: (9 + tries) << 20)
+        task = asyncio.create_task(queue.run())
+        queue.add(model)
+        await asyncio.wait_for(ended.wait(), 20)
+        task.cancel()
+
+    monkeypatch.setattr(loads, "spawn_role", spawn)
+    asyncio.run(main())
+    assert tries == len(scripts)
+    return model
+
+
+def test_the_job_says_all_that_a_load_depends_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime_dir: Path
+) -> None:
+    """Checkpoint, a target for each rank in order, sizes, rules, dtype, staging: as the loader reads it."""
+    run_scripted(
+        monkeypatch, tmp_path / "job", [PLAN, FIRST, SECOND, DONE],
+        rules=["model.layers.*.extra: col"], dtype="bfloat16", expert_parallel=True,
+    )  # fmt: skip
+    sent = json.loads((tmp_path / "job").read_text())
+    assert sent == {
+        "job": {
+            "model": "m",
+            "checkpoint": "/models/m",
+            "targets": [{"device": f"host-{n}", "socket": str(runtime_dir / f"host-{n}.sock")} for n in (0, 1)],
+            "parallel": {
+                "tensor": 2, "pipeline": 1, "data": 1, "expert": True, "placement": "linear", "layers": "vllm",
+            },
+            "rules": ["model.layers.*.extra: col"],
+            "dtype": "bfloat16",
+            "staging": 9 << 20,
+        }
+    }  # fmt: skip
+    job = Job.from_message(sent)
+    assert (job.parallel, job.dtype, len(job.targets)) == (Parallel(tensor=2, expert=True), "bfloat16", 2)
+
+
+@pytest.mark.usefixtures("runtime_dir")
+def test_a_failure_after_the_first_publish(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The second rank is not published: the model failed, with one of two ranks, and the sentence names the other."""
+    error = DeviceError(device="host-1", problem="is on fire")
+    model = run_scripted(monkeypatch, tmp_path / "job", [PLAN, FIRST, failure(error)])
+    assert (model.state, model.ranks_cached, model.generation_on("host-0")) == ("failed", 1, 1)
+    assert isinstance(model.error, LoadFailed)
+    assert "1 of 2 ranks are published, rank 1 on host-1 is not: host-1: is on fire" in str(model.error)
+
+
+@pytest.mark.usefixtures("runtime_dir")
+def test_a_worker_that_dies_between_two_publishes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The load is tried again, and publishes every rank anew; three times at most."""
+    lost = failure(ConnectionLost(path="host-1.sock", problem="the other side closed it"))
+    half: Script = [PLAN, FIRST, lost]
+    model = run_scripted(monkeypatch, tmp_path / "job", half, [PLAN, FIRST, SECOND, DONE])
+    assert (model.state, model.error) == ("cached", None)
+    assert [model.generation_on(device) for device in model.devices] == [2, 2]
+    assert json.loads((tmp_path / "job").read_text())["job"]["staging"] == 10 << 20  # as the config said by then
+    model = run_scripted(monkeypatch, tmp_path / "job", half, half, half)
+    assert (model.state, model.ranks_cached, model.generation_on("host-0")) == ("failed", 1, 3)
+    assert "rank 1 on host-1 is not: host-1.sock: the other side closed it" in str(model.error)

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.llama import Tensor
 from tests.running import RunningService, children_of, process_of_role, wait_for_end
-from tests.service.conftest import HOST, StartService, attach, model, slab_bytes
+from tests.service.conftest import HOST, HOSTS, StartService, attach, model, slab_bytes
+
+Llama = tuple[Path, dict[str, Tensor]]
 
 
 def test_serves_what_it_preloads_and_leaves_nothing(start_service: StartService, checkpoint: Path) -> None:
@@ -35,6 +38,24 @@ def test_tells_systemd_of_progress_ready_and_stopping(start_service: StartServic
     service.wait_for("serving small (1 of 1 models")
     service.process.send_signal(signal.SIGTERM)
     service.wait_for("STOPPING=1")
+    service.stop()
+
+
+def test_the_ranks_of_a_model_are_served_together(start_service: StartService, llama: Llama) -> None:
+    """Ready comes when every rank is there; the log names the devices in rank order; a client needs its own only."""
+    sizes = ["tensor_parallel = 2", 'devices = ["host-3", "host-2"]']
+    service = start_service(HOSTS + model("cut", llama[0], *sizes)).ready()
+    assert (service.model("cut")["ranks_cached"], service.model("cut")["ranks"]) == (2, 2)
+    assert "serving cut on host-3, host-2" in service.log
+    service.wait_for("serving cut (1 of 1 models")
+    os.kill(process_of_role(service, "host-2"), signal.SIGKILL)
+    worker, fds = attach("cut", device="host-3", tensor_parallel_rank=0)
+    fds.close()
+    worker.close()
+    worker, fds = attach("cut", wait=20, device="host-2", tensor_parallel_rank=1)
+    fds.close()
+    worker.close()
+    assert service.model("cut")["ranks_cached"] == 2
     service.stop()
 
 
@@ -126,6 +147,26 @@ class TestRefusedAtStart:
         config = HOST.replace("\n", "\nmemory_limit = 1000\n") + model("small", checkpoint)
         log = refused_at_start(start_service, config, 1)
         assert "needed 4110 bytes, free 1000" in log
+
+    def test_too_few_devices(self, start_service: StartService, checkpoint: Path) -> None:
+        """Ranks without a device of their own: how many are needed and served."""
+        log = refused_at_start(start_service, HOST + model("cut", checkpoint, "tensor_parallel = 2"), 78)
+        assert "model cut: 2 ranks (tensor_parallel 2) need 2 devices of one kind; 1 served here: host-0" in log
+
+    @pytest.mark.parametrize(
+        ("sizes", "problem"), [("tensor_parallel = 3", "cannot be cut"), ("pipeline_parallel = 4", "3 layers")]
+    )
+    def test_sizes_that_do_not_fit(self, start_service: StartService, llama: Llama, sizes: str, problem: str) -> None:
+        """A cut that the model does not allow is the config's fault: 78, since another start would end alike."""
+        log = refused_at_start(start_service, HOSTS + model("cut", llama[0], sizes), 78)
+        assert "model cut: " in log
+        assert problem in log
+
+    def test_unknown_architecture(self, start_service: StartService, checkpoint: Path) -> None:
+        """A model without rules is not cut by a guess: 78."""
+        log = refused_at_start(start_service, HOSTS + model("cut", checkpoint, "tensor_parallel = 2"), 78)
+        assert "model cut: " in log
+        assert "rules = [...]" in log
 
     def test_unknown_key(self, start_service: StartService) -> None:
         """Named with its nearest valid one."""

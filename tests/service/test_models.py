@@ -9,15 +9,24 @@ from pathlib import Path
 import pytest
 
 from weightcached.config import ModelConfig
-from weightcached.errors import CheckpointError
+from weightcached.errors import CheckpointError, LoadFailed
 from weightcached.service import models
-from weightcached.service.models import Model
+from weightcached.service.models import LoadSpec, Model
 
 ERROR = CheckpointError(file="/models/m/model.safetensors", problem="is not there")
 
 
+def config(**options: object) -> ModelConfig:
+    return ModelConfig.model_validate({"name": "m", "checkpoint": "/models/m", **options})
+
+
 def new(**options: object) -> Model:
-    return Model(ModelConfig.model_validate({"name": "m", "checkpoint": "/models/m", **options}), "host-0")
+    return Model(config(**options), ("host-0",))
+
+
+def pair() -> Model:
+    """A model of two ranks."""
+    return Model(config(tensor_parallel=2), ("host-0", "host-1"))
 
 
 def load(model: Model) -> None:
@@ -27,7 +36,7 @@ def load(model: Model) -> None:
 
 def cached(model: Model) -> None:
     load(model)
-    model.published(1, 100)
+    model.published("host-0", 1, 100)
 
 
 def failed(model: Model) -> None:
@@ -36,7 +45,8 @@ def failed(model: Model) -> None:
 
 
 Steps = tuple[Callable[[Model], object], ...]
-PUBLISH_2: Callable[[Model], object] = lambda model: model.published(2, 200)  # noqa: E731
+PUBLISH_2: Callable[[Model], object] = lambda model: model.published("host-0", 2, 200)  # noqa: E731
+GONE: Callable[[Model], object] = lambda model: model.gone("host-0")  # noqa: E731
 FAIL: Callable[[Model], object] = lambda model: model.fail(ERROR)  # noqa: E731
 
 
@@ -49,22 +59,22 @@ FAIL: Callable[[Model], object] = lambda model: model.fail(ERROR)  # noqa: E731
         ((load,), "loading", None, False),
         ((load, Model.called_off), "absent", None, False),
         ((cached,), "cached", 1, False),
-        ((cached, Model.gone), "absent", None, False),
+        ((cached, GONE), "absent", None, False),
         ((failed,), "failed", None, True),
-        ((failed, Model.gone), "absent", None, False),
+        ((failed, GONE), "absent", None, False),
         ((failed, Model.queue), "queued", None, False),
         ((failed, cached), "cached", 1, False),
         ((cached, Model.queue), "queued", 1, False),
         ((cached, load), "loading", 1, False),
         ((cached, load, PUBLISH_2), "cached", 2, False),
         ((cached, load, FAIL), "cached", 1, True),
-        ((cached, load, FAIL, Model.gone), "absent", None, False),
+        ((cached, load, FAIL, GONE), "absent", None, False),
         ((cached, load, Model.called_off), "cached", 1, False),
-        ((cached, load, Model.gone), "loading", None, False),
-        ((cached, load, Model.gone, FAIL), "failed", None, True),
-        ((cached, load, Model.gone, PUBLISH_2), "cached", 2, False),
-        ((cached, load, Model.gone, Model.called_off), "absent", None, False),
-        ((cached, Model.queue, Model.gone), "queued", None, False),
+        ((cached, load, GONE), "loading", None, False),
+        ((cached, load, GONE, FAIL), "failed", None, True),
+        ((cached, load, GONE, PUBLISH_2), "cached", 2, False),
+        ((cached, load, GONE, Model.called_off), "absent", None, False),
+        ((cached, Model.queue, GONE), "queued", None, False),
         ((PUBLISH_2,), "cached", 2, False),
     ],
     ids=lambda value: (
@@ -77,8 +87,137 @@ def test_every_way_through_the_states(steps: Steps, state: str, generation: int 
     model = new()
     for step in steps:
         step(model)
-    assert (model.state, model.generation, model.error is not None) == (state, generation, error)
-    assert (model.nbytes is None) == (generation is None)
+    assert (model.state, model.generation_on("host-0"), model.error is not None) == (state, generation, error)
+    assert (model.nbytes > 0) == model.complete == (generation is not None)
+
+
+def begin(model: Model) -> None:
+    model.queue()
+    model.begin()
+
+
+def rank(number: int, generation: int) -> Callable[[Model], object]:
+    """That rank of a pair is published."""
+    return lambda model: model.published(f"host-{number}", generation, 100)
+
+
+def drop(number: int) -> Callable[[Model], object]:
+    """That rank of a pair is evicted."""
+    return lambda model: model.gone(f"host-{number}")
+
+
+BOTH = (begin, rank(0, 1), rank(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("steps", "state", "ranks_cached", "generations"),
+    [
+        pytest.param((begin, rank(0, 1)), "loading", 1, [1, None], id="one of two"),
+        pytest.param(BOTH, "cached", 2, [1, 1], id="both"),
+        pytest.param((begin, rank(1, 4), rank(0, 1)), "cached", 2, [1, 4], id="each device counts for itself"),
+        pytest.param((begin, FAIL), "failed", 0, [None, None], id="none"),
+        pytest.param((begin, rank(0, 1), FAIL), "failed", 1, [1, None], id="the second rank fails"),
+        pytest.param((begin, rank(0, 1), FAIL, drop(0)), "absent", 0, [None, None], id="what was left is evicted"),
+        pytest.param((begin, rank(0, 1), FAIL, *BOTH), "cached", 2, [1, 1], id="loaded again after that"),
+        pytest.param((*BOTH, begin), "loading", 2, [1, 1], id="again, nothing published yet"),
+        pytest.param((*BOTH, begin, rank(0, 2)), "loading", 1, [2, 1], id="again, one replaced"),
+        pytest.param((*BOTH, begin, rank(0, 2), rank(1, 2)), "cached", 2, [2, 2], id="again, both replaced"),
+        pytest.param((*BOTH, begin, FAIL), "cached", 2, [1, 1], id="again, and failed before it published"),
+        pytest.param((*BOTH, begin, rank(0, 2), FAIL), "failed", 1, [2, 1], id="again, and failed half-way"),
+        pytest.param((*BOTH, begin, Model.called_off), "cached", 2, [1, 1], id="again, and called off"),
+        pytest.param((*BOTH, begin, rank(0, 2), Model.called_off), "absent", 1, [2, 1], id="called off half-way"),
+        pytest.param(
+            (begin, rank(0, 1), Model.begin, rank(0, 2)), "loading", 1, [2, None], id="tried again after half of it"
+        ),
+        pytest.param(
+            (begin, rank(0, 1), Model.begin, rank(0, 2), rank(1, 1)), "cached", 2, [2, 1], id="the second try succeeds"
+        ),
+        pytest.param((*BOTH, drop(1)), "absent", 1, [1, None], id="one is evicted"),
+        pytest.param((*BOTH, drop(1), rank(1, 2)), "cached", 2, [1, 2], id="and published again"),
+        pytest.param((*BOTH, drop(0), drop(1)), "absent", 0, [None, None], id="both are evicted"),
+    ],
+)
+def test_a_group_is_there_when_every_rank_of_one_load_is(
+    steps: Steps, state: str, ranks_cached: int, generations: list[int | None]
+) -> None:
+    """Ranks of two loads never make a whole model; what was whole before a load stays so until the load publishes."""
+    model = pair()
+    for step in steps:
+        step(model)
+    described = model.describe()
+    assert (described["state"], described["ranks_cached"], described["generations"]) == (
+        state,
+        ranks_cached,
+        generations,
+    )
+    assert described["ranks"] == 2
+    assert described["nbytes"] == (100 * sum(number is not None for number in generations) or None)
+
+
+def test_a_failure_half_way_names_the_rank() -> None:
+    """The sentence says how many ranks are published, which one is not, where, and why."""
+    model = pair()
+    for step in (begin, rank(0, 1), FAIL):
+        step(model)
+    assert isinstance(model.error, LoadFailed)
+    assert str(model.error) == (
+        "loading m to host-0, host-1 failed: 1 of 2 ranks are published, rank 1 on host-1 is not: "
+        "/models/m/model.safetensors: is not there"
+    )
+
+
+def test_other_devices_have_nothing_of_the_model() -> None:
+    """Moved, swapped or widened, a model is absent until it is loaded again: rank n is not what lies on its device."""
+    for devices, sizes in ((("host-1", "host-0"), 2), (("host-0", "host-2"), 2), (("host-0",), 1)):
+        model = pair()
+        for step in BOTH:
+            step(model)
+        model.configure(config(tensor_parallel=sizes), devices)
+        assert (model.state, model.ranks_cached, model.nbytes) == ("absent", 0, 0)
+        assert model.generation_on("host-0") is None
+        model.published(devices[0], 2, 100)
+        assert model.complete == (len(devices) == 1)
+
+
+def test_the_same_devices_keep_what_was_there() -> None:
+    """Another checkpoint, dtype or cut for the same devices: the generation before stays until the load publishes."""
+    for changed in ({"checkpoint": "/models/other"}, {"dtype": "float16"}, {"tensor_parallel": 1, "data_parallel": 2}):
+        model = pair()
+        for step in BOTH:
+            step(model)
+        before = model.spec
+        model.configure(config(**{"tensor_parallel": 2, **changed}), ("host-0", "host-1"))
+        assert model.spec != before
+        assert (model.state, model.ranks_cached) == ("cached", 2)
+        begin(model)
+        model.fail(ERROR)
+        assert (model.state, model.ranks_cached, model.error) == ("cached", 2, ERROR)
+
+
+def test_a_failure_ends_with_what_failed() -> None:
+    """With another checkpoint in the config a failed model is absent, to be asked for; else the failure stands."""
+    model = new()
+    failed(model)
+    model.configure(config(preload=False), ("host-0",))
+    assert (model.state, model.error) == ("failed", ERROR)
+    model.configure(config(checkpoint="/models/other"), ("host-0",))
+    assert (model.state, model.error) == ("absent", None)
+
+
+def test_a_spec_is_all_that_a_load_depends_on() -> None:
+    """Equal configs make equal specs, whatever of them does not concern a load."""
+    devices = ("host-0", "host-1")
+    spec = LoadSpec.of(config(tensor_parallel=2), devices)
+    assert LoadSpec.of(config(tensor_parallel=2, preload=False), devices) == spec
+    for changed in (
+        {"tensor_parallel": 1, "pipeline_parallel": 2},
+        {"checkpoint": "/models/n"},
+        {"dtype": "bfloat16"},
+        {"rules": ["model.layers.*.extra: col"]},
+        {"expert_parallel": True},
+    ):
+        assert LoadSpec.of(config(**{"tensor_parallel": 2, **changed}), devices) != spec
+    assert LoadSpec.of(config(tensor_parallel=2), ("host-1", "host-0")) != spec
 
 
 def test_progress_is_a_share_and_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +256,7 @@ def test_the_sentence_says_what_goes_on() -> None:
     assert model.sentence() == "loading m, reading its headers"
     model.bytes_to_read = 100
     assert re.fullmatch(r"loading m 0 %, 0\.0 GB/s", model.sentence())
-    model.published(1, 100)
+    model.published("host-0", 1, 100)
     assert model.sentence() == "m cached"
 
 
@@ -135,14 +274,15 @@ def test_a_status_describes_the_whole_model() -> None:
     """Bytes as integers, the checkpoint as text, an error as on the wire."""
     model = new(preload=False)
     assert model.describe() == {
-        "model": "m", "device": "host-0", "state": "absent", "checkpoint": str(Path("/models/m")), "preload": False,
-        "generation": None, "nbytes": None, "bytes_done": 0, "bytes_to_read": None, "load_seconds": None, "error": None,
+        "model": "m", "devices": ["host-0"], "ranks": 1, "ranks_cached": 0, "state": "absent",
+        "checkpoint": str(Path("/models/m")), "preload": False, "generations": [None], "nbytes": None,
+        "bytes_done": 0, "bytes_to_read": None, "load_seconds": None, "error": None,
     }  # fmt: skip
     cached(model)
     model.load_seconds = 1.5
     load(model)
     model.fail(ERROR)
     described = model.describe()
-    assert (described["state"], described["generation"], described["nbytes"]) == ("cached", 1, 100)
+    assert (described["state"], described["generations"], described["nbytes"]) == ("cached", [1], 100)
     assert described["error"]["code"] == "bad-checkpoint"
     assert described["load_seconds"] == 1.5

@@ -8,8 +8,11 @@ import signal
 from pathlib import Path
 
 from tests.conftest import MakeCheckpoint
-from tests.running import process_of_role, wait_for_end
-from tests.service.conftest import HOST, StartService, attach, generation, model, slab_bytes
+from tests.llama import Tensor, slab_of, write_llama
+from tests.running import RunningService, process_of_role, wait_for_end
+from tests.service.conftest import HOST, HOSTS, StartService, attach, generation, held_by, model, slab_bytes
+
+Llama = tuple[Path, dict[str, Tensor]]
 
 
 def test_loads_a_new_model_and_keeps_a_forgotten_one(start_service: StartService, checkpoint: Path) -> None:
@@ -119,4 +122,174 @@ def test_a_restart_stays_due(start_service: StartService, checkpoint: Path) -> N
     service.config.write_text('memory_limit = "50%"\n' + HOST + model("small", checkpoint))
     for _ in range(2):
         assert json.loads(service.ctl("reload", "--json"))["restart"] == ["memory_limit"]
+    service.stop()
+
+
+def reload(service: RunningService, config: str, *, code: int = 0) -> dict[str, object]:
+    """The answer to a reload of this config, once what it loads is there; `code`: of the wait for that."""
+    service.config.write_text(config)
+    answer: dict[str, object] = json.loads(service.ctl("reload", "--json"))
+    if answer["loading"]:
+        service.ctl("wait", "cut", "--timeout", "30", code=code)
+    assert answer.pop("schema") == 1
+    return answer
+
+
+def test_more_ranks_replace_the_whole_model(start_service: StartService, llama: Llama) -> None:
+    """`tensor_parallel` from 1 to 2: loaded again for both devices; a holder of the whole model keeps it."""
+    folder, tensors = llama
+    service = start_service(HOSTS + model("cut", folder)).ready()
+    holder, old = attach("cut")
+    answer = reload(service, HOSTS + model("cut", folder, "tensor_parallel = 2"))
+    assert answer == {"loading": ["cut"], "left": [], "restart": []}
+    for rank in (0, 1):
+        assert held_by("cut", f"host-{rank}", tensor_parallel_rank=rank) == slab_of(tensors, rank, 2)
+    assert service.model("cut")["generations"] == [2, 1]
+    assert slab_bytes(old) == slab_of(tensors, 0, 1)
+    states = [(shard["generation"], shard["state"]) for shard in service.status()["devices"][0]["shards"]]
+    assert states == [(2, "cached"), (1, "draining")]
+    old.close()
+    holder.close()
+    assert reload(service, service.config.read_text()) == {"loading": [], "left": [], "restart": []}
+    service.stop()
+
+
+def test_devices_that_are_not_used_any_more_are_named(start_service: StartService, llama: Llama) -> None:
+    """From two ranks to none, and from one pair of devices to another: the others' shards are `left`, and served."""
+    folder, tensors = llama
+    service = start_service(HOSTS + model("cut", folder, "tensor_parallel = 2")).ready()
+    answer = reload(service, HOSTS + model("cut", folder, "tensor_parallel = 2", 'devices = ["host-2", "host-3"]'))
+    assert answer["left"] == [{"model": "cut", "device": "host-0"}, {"model": "cut", "device": "host-1"}]
+    for device in ("host-1", "host-3"):
+        assert held_by("cut", device, tensor_parallel_rank=1) == slab_of(tensors, 1, 2)
+    for device in ("host-0", "host-1"):
+        service.ctl("evict", "cut", "--device", device)
+    answer = reload(service, HOSTS + model("cut", folder, 'devices = ["host-2"]'))
+    assert answer["left"] == [{"model": "cut", "device": "host-3"}]
+    assert held_by("cut", "host-2", tensor_parallel_size=1) == slab_of(tensors, 0, 1)
+    found = service.model("cut")
+    assert (found["state"], found["devices"], found["ranks_cached"]) == ("cached", ["host-2"], 1)
+    service.stop()
+
+
+def test_what_was_loaded_on_demand_is_loaded_again(start_service: StartService, llama: Llama) -> None:
+    """A cached model without preload counts as wanted when its cut changes; one that was never loaded does not."""
+    folder, tensors = llama
+    lazy = [model("cut", folder, "preload = false"), model("never", folder, "preload = false")]
+    service = start_service(HOSTS + "".join(lazy)).ready()
+    service.ctl("load", "cut")
+    service.ctl("wait", "cut", "--timeout", "30")
+    changed = ["tensor_parallel = 2", "preload = false", 'devices = ["host-2", "host-3"]']
+    answer = reload(service, HOSTS + model("cut", folder, *changed) + model("never", folder, *changed))
+    assert answer == {"loading": ["cut"], "left": [{"model": "cut", "device": "host-0"}], "restart": []}
+    assert held_by("cut", "host-3", tensor_parallel_rank=1) == slab_of(tensors, 1, 2)
+    assert service.model("never")["state"] == "absent"
+    service.stop()
+
+
+def test_swapped_devices_are_loaded_again(start_service: StartService, llama: Llama) -> None:
+    """A rank that lies on the other rank's device is not taken for that rank's."""
+    folder, tensors = llama
+    service = start_service(HOSTS + model("cut", folder, "tensor_parallel = 2")).ready()
+    answer = reload(service, HOSTS + model("cut", folder, "tensor_parallel = 2", 'devices = ["host-1", "host-0"]'))
+    assert answer == {"loading": ["cut"], "left": [], "restart": []}
+    for rank, device in enumerate(("host-1", "host-0")):
+        assert held_by("cut", device, tensor_parallel_rank=rank) == slab_of(tensors, rank, 2)
+    service.stop()
+
+
+def test_every_key_that_shapes_a_shard_counts(start_service: StartService, llama: Llama) -> None:
+    """Sizes, split, rules and dtype are each a reason to load again; preload and staging memory are not."""
+    folder, _ = llama
+    service = start_service(HOSTS + model("cut", folder, "tensor_parallel = 2")).ready()
+    for number, keys in enumerate(
+        (
+            ["pipeline_parallel = 2"],
+            ["pipeline_parallel = 2", "pipeline_layers = [1, 2]"],
+            ["pipeline_parallel = 2", "pipeline_layers = [1, 2]", 'dtype = "float32"'],
+            ["tensor_parallel = 2"],
+            ["tensor_parallel = 2", 'rules = ["model.norm: replicate"]'],
+        ),
+        start=2,
+    ):
+        assert reload(service, HOSTS + model("cut", folder, *keys)) == {"loading": ["cut"], "left": [], "restart": []}
+        assert service.model("cut")["generations"] == [number, number]
+    config = HOSTS + 'staging_memory = "8MiB"\n' + model("cut", folder, *keys, "preload = false")
+    assert reload(service, config) == {"loading": [], "left": [], "restart": []}
+    service.stop()
+
+
+def test_a_cut_that_does_not_fit_leaves_what_was_there(start_service: StartService, llama: Llama) -> None:
+    """Three ranks cannot be: the model failed, its two old ranks are served to who asks for them by their key."""
+    folder, tensors = llama
+    service = start_service(HOSTS + model("cut", folder, "tensor_parallel = 2")).ready()
+    answer = reload(service, HOSTS + model("cut", folder, "tensor_parallel = 3"), code=1)
+    assert answer["loading"] == ["cut"]
+    found = service.model("cut")
+    assert (found["state"], found["ranks"], found["ranks_cached"]) == ("failed", 3, 0)
+    assert found["error"]["code"] == "cannot-cut"
+    assert held_by("cut", "host-1", tensor_parallel_size=2) == slab_of(tensors, 1, 2)
+    reload(service, HOSTS + model("cut", folder, "tensor_parallel = 2"))
+    assert (service.model("cut")["state"], service.model("cut")["ranks_cached"]) == ("cached", 2)
+    service.stop()
+
+
+def test_a_failed_reload_is_tried_again(start_service: StartService, llama: Llama) -> None:
+    """For the same devices the old ranks stay cached, with the error; the next reload of the same file tries again."""
+    folder, _ = llama
+    service = start_service(HOSTS + model("cut", folder, "tensor_parallel = 2", "preload = false")).ready()
+    service.ctl("load", "cut")
+    service.ctl("wait", "cut", "--timeout", "30")
+    broken = HOSTS + model("cut", folder, "pipeline_parallel = 2", "pipeline_layers = [1, 1]", "preload = false")
+    for _ in range(2):
+        assert reload(service, broken, code=1)["loading"] == ["cut"]
+        found = service.model("cut")
+        assert (found["state"], found["ranks_cached"], found["generations"]) == ("cached", 2, [1, 1])
+        assert found["error"]["code"] == "cannot-slice"
+    assert "generation 1 is still served" in service.ctl("wait", "cut", code=1)
+    service.stop()
+
+
+def test_a_mended_config_is_tried_on_demand(start_service: StartService, tmp_path: Path, llama: Llama) -> None:
+    """A model that is loaded on demand failed; once its config names another checkpoint, a waiting client gets it."""
+    folder, _ = llama
+    service = start_service(HOST + model("late", tmp_path / "nowhere", "preload = false")).ready()
+    service.ctl("load", "late")
+    service.ctl("wait", "late", code=1)
+    service.config.write_text(HOST + model("late", folder, "preload = false"))
+    assert json.loads(service.ctl("reload", "--json"))["loading"] == []
+    worker, fds = attach("late", wait=30)
+    fds.close()
+    worker.close()
+    service.stop()
+
+
+def test_changed_files_are_loaded_for_every_rank(
+    start_service: StartService, llama: Llama, make_checkpoint: MakeCheckpoint
+) -> None:
+    """Overwritten weights are found by what any rank was loaded from, and all ranks get the new ones."""
+    folder, _ = llama
+    config = HOSTS + model("cut", folder, "tensor_parallel = 2")
+    service = start_service(config).ready()
+    tensors = write_llama(folder, make_checkpoint)
+    assert reload(service, config)["loading"] == ["cut"]
+    for rank in (0, 1):
+        assert held_by("cut", f"host-{rank}") == slab_of(tensors, rank, 2)
+    service.stop()
+
+
+def test_other_ranks_during_a_load(start_service: StartService, llama: Llama) -> None:
+    """A reload in mid load for other devices ends that load; what is served afterwards is what the file says."""
+    folder, tensors = llama
+    config = 'ready = "listening"\n' + HOSTS
+    service = start_service(config + model("cut", folder, "tensor_parallel = 2", "preload = false")).ready()
+    service.ctl("load", "cut")
+    loader = process_of_role(service, "loader")
+    os.kill(loader, signal.SIGSTOP)
+    moved = ["tensor_parallel = 2", "preload = false", 'devices = ["host-3", "host-1"]']
+    assert reload(service, config + model("cut", folder, *moved))["loading"] == ["cut"]
+    wait_for_end(loader)
+    for rank, device in enumerate(("host-3", "host-1")):
+        assert held_by("cut", device, tensor_parallel_rank=rank) == slab_of(tensors, rank, 2)
+    assert service.status()["devices"][0]["shards"] == []
     service.stop()

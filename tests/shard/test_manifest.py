@@ -23,14 +23,19 @@ from weightcached.shard.dtypes import DTYPES
 from weightcached.shard.key import ShardKey
 from weightcached.shard.manifest import (
     ALIGNMENT,
+    MIX64_SUM,
+    XXH3_64,
+    Checksums,
     ManifestHead,
     SlabEntry,
     SourceFile,
     TensorEntry,
     TensorTable,
+    check_checksums,
     check_table,
     parse_head,
     parse_table,
+    read_checksums,
     read_documents,
     span_bytes,
     write_manifest,
@@ -136,6 +141,15 @@ def test_a_manifest_is_sealed() -> None:
             os.ftruncate(fd.fileno(), 10)
 
 
+def test_a_manifest_is_mapped_privately() -> None:
+    """Kernels such as 5.15 refuse any shared mapping of a memfd that is sealed against writing, read-only or not."""
+    with write_manifest(head(), TensorTable((entry(),))) as fd:
+        document = read_documents(fd.fileno())[1]
+        lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "weightcached-manifest" in line]
+        assert [line.split()[1] for line in lines] == ["r--p"]
+        document.release()
+
+
 def test_an_unsealed_memfd_and_an_ordinary_file_are_refused(tmp_path: Path) -> None:
     """What could still change is not read at all."""
     with memfd(b"{}\n{}", 0) as fd, pytest.raises(ManifestError, match="the manifest is not sealed"):
@@ -160,6 +174,65 @@ def test_a_manifest_without_a_line_end_is_refused() -> None:
         read_documents(fd.fileno())
 
 
+@pytest.mark.parametrize("count", [0, 1, 1000, 40_000])
+@pytest.mark.parametrize("algorithm", [XXH3_64, MIX64_SUM])
+def test_checksums_are_a_document_of_their_own(count: int, algorithm: str) -> None:
+    """They come back as written; head and table are read the same as without them, by who never looks at them."""
+    table = TensorTable(tuple(entry(name=f"w{number}") for number in range(count)), {})
+    written = Checksums(algorithm, tuple(f"{number:016x}" for number in range(count)))
+    with write_manifest(head(), table, written) as fd, write_manifest(head(), table) as plain:
+        assert read_checksums(fd.fileno()) == written
+        assert [bytes(part) for part in read_documents(fd.fileno())] == [
+            bytes(part) for part in read_documents(plain.fileno())
+        ]
+        check_checksums(table, written)
+
+
+def test_a_manifest_without_checksums_says_so() -> None:
+    """None, not an empty list: nothing was computed."""
+    with write_manifest(head(), TensorTable((entry(),))) as fd:
+        assert read_checksums(fd.fileno()) is None
+
+
+@pytest.mark.parametrize(
+    ("document", "problem"),
+    [
+        (b"{", "JSONDecodeError"),
+        (b"[]", "TypeError"),
+        (b"3", "TypeError"),
+        (b'{"algorithm": "xxh3-64"}', "KeyError"),
+        (b'{"algorithm": "crc32", "values": []}', "algorithm 'crc32', this version knows xxh3-64, mix64-sum"),
+        (b'{"algorithm": ["xxh3-64"], "values": []}', "this version knows xxh3-64, mix64-sum"),
+        (b'{"algorithm": "xxh3-64", "values": 3}', "TypeError"),
+        (b'{"algorithm": "xxh3-64", "values": "0123456789abcdef"}', "'0' is no checksum of 16 hexadecimal digits"),
+        (b'{"algorithm": "xxh3-64", "values": [1]}', "TypeError"),
+        (b'{"algorithm": "xxh3-64", "values": ["0123456789ABCDEF"]}', "'0123456789ABCDEF' is no checksum"),
+        (b'{"algorithm": "xxh3-64", "values": ["0123456789abcdef0"]}', "is no checksum"),
+        (b"[" * 200_000, "RecursionError"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_checksums_that_are_none_are_refused(document: bytes, problem: str) -> None:
+    """Broken documents, unknown algorithms and values of another form are ManifestErrors; the table is still read."""
+    with memfd(b'{}\n{"tensors":[],"aliases":{}}\n' + document) as fd:
+        with pytest.raises(ManifestError, match=f"checksums are not readable: .*{problem}"):
+            read_checksums(fd.fileno())
+        assert parse_table(read_documents(fd.fileno())[1]) == TensorTable(())
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_another_number_of_checksums_than_of_tensors_is_refused(count: int) -> None:
+    """Which tensor a checksum belongs to is its place alone."""
+    with pytest.raises(ManifestError, match=f"{count} checksums of 1 tensors"):
+        check_checksums(TensorTable((entry(),)), Checksums(XXH3_64, ("0" * 16,) * count))
+
+
+def test_a_fourth_document_is_no_table() -> None:
+    """Only what stands between the first line end and the last one is read as a table, and it must be one document."""
+    with memfd(b'{}\n{"tensors":[],"aliases":{}}\n{}\n{}') as fd, pytest.raises(ManifestError, match="tensor table"):
+        parse_table(read_documents(fd.fileno())[1])
+
+
 @pytest.mark.parametrize(
     "document",
     [
@@ -170,13 +243,13 @@ def test_a_manifest_without_a_line_end_is_refused() -> None:
         b"3",
         b"\xff\xfe",
         b"{}",
-        b'{"schema": 1}',
-        b'{"schema": 1, "key": [], "slabs": []}',
-        b'{"schema": 1, "key": {}, "slabs": []}',
-        b'{"schema": 1, "key": {"content": "x", "layers": 3}, "slabs": []}',
-        b'{"schema": 1, "key": {"content": "x"}, "slabs": 3}',
-        b'{"schema": 1, "key": {"content": "x"}, "slabs": [{}]}',
-        b'{"schema": 1, "key": {"content": "x"}, "slabs": []}',
+        b'{"schema": 2}',
+        b'{"schema": 2, "key": [], "slabs": []}',
+        b'{"schema": 2, "key": {}, "slabs": []}',
+        b'{"schema": 2, "key": {"content": "x", "layers": 3}, "slabs": []}',
+        b'{"schema": 2, "key": {"content": "x"}, "slabs": 3}',
+        b'{"schema": 2, "key": {"content": "x"}, "slabs": [{}]}',
+        b'{"schema": 2, "key": {"content": "x"}, "slabs": []}',
         b"[" * 200_000,
     ],
     ids=lambda document: document[:60].decode("latin-1"),
@@ -189,10 +262,21 @@ def test_a_head_that_is_none_is_refused(document: bytes) -> None:
 
 def test_another_schema_is_refused() -> None:
     """A manifest of another schema number is not guessed at; both numbers are named."""
-    document = json.dumps({**asdict(head()), "schema": 2}).encode()
+    document = json.dumps({**asdict(head()), "schema": 3}).encode()
 
-    with pytest.raises(ManifestError, match="schema 2, this version reads 1"):
+    with pytest.raises(ManifestError, match="schema 3, this version reads 2"):
         parse_head(document)
+
+
+def test_the_schema_before_is_refused_by_its_number() -> None:
+    """A manifest of schema 1 had no line end after its table: what refuses it is its number."""
+    document = json.dumps({**asdict(head()), "schema": 1}).encode()
+    with memfd(document + b'\n{"tensors":[],"aliases":{}}') as fd:
+        first, second = read_documents(fd.fileno())
+
+    assert bytes(second) == b'{"tensors":[],"aliases":{}}'
+    with pytest.raises(ManifestError, match="schema 1, this version reads 2"):
+        parse_head(first)
 
 
 def test_fields_of_a_newer_version_are_ignored_in_the_head() -> None:

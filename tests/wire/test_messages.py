@@ -22,6 +22,7 @@ from weightcached.wire.messages import (
     Status,
     Stop,
     Subscribe,
+    Verify,
     request_to_json,
 )
 
@@ -39,6 +40,7 @@ EXPECTED: list[tuple[Request, dict[str, Any]]] = [
     (Status(), {"op": "status"}),
     (Evict("minilm"), {"model": "minilm", "device": None, "force": False, "op": "evict"}),
     (Load("minilm"), {"model": "minilm", "op": "load"}),
+    (Verify("minilm", "host-0"), {"model": "minilm", "device": "host-0", "op": "verify"}),
     (Reload(), {"op": "reload"}),
     (Subscribe(), {"op": "subscribe"}),
     (Stop(), {"op": "stop"}),

@@ -22,6 +22,7 @@ from weightcached.wire.messages import (
     Status,
     Stop,
     Subscribe,
+    Verify,
     request_to_json,
 )
 from weightcached.wire.protocol import HELLO_SECONDS, IDLE_SECONDS, Session, State
@@ -35,6 +36,7 @@ REQUESTS: dict[str, Request] = {
     "status": Status(),
     "evict": Evict(model="m"),
     "load": Load(model="m"),
+    "verify": Verify(model="m"),
     "reload": Reload(),
     "subscribe": Subscribe(),
     "stop": Stop(),
@@ -83,7 +85,7 @@ PUBLISH = "publish must follow reserve"
 AWAIT = "await the reply first"
 OK = ""
 ON_A_WORKER = ["attach", "reserve", "status", "evict", "subscribe"]
-ON_A_SERVICE_ONLY = ["load", "reload", "stop"]
+ON_A_SERVICE_ONLY = ["load", "verify", "reload", "stop"]
 
 TABLE: dict[State, dict[str, str]] = {
     State.NEW: {op: OK if op == "hello" else FIRST for op in REQUESTS},
@@ -136,7 +138,7 @@ def test_the_table_is_complete() -> None:
 
 @pytest.mark.parametrize("op", sorted(set(REQUESTS) - {"hello"}))
 def test_a_service_takes_its_own_operations(op: str) -> None:
-    """On a service's socket load, reload and stop are known, and what only a worker does is not."""
+    """On a service's socket load, verify, reload and stop are known, and what only a worker does is not."""
     session = new(SERVICE_OPS, device=None)
     session.receive(data_of(Hello(client="ctl", version="1")), 0, START)
     session.replied(START)

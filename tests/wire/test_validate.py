@@ -18,6 +18,7 @@ from weightcached.memfd import SEALS
 from weightcached.shard.key import ShardKey
 from weightcached.shard.manifest import (
     MAX_MANIFEST_BYTES,
+    Checksums,
     ManifestHead,
     SlabEntry,
     SourceFile,
@@ -38,6 +39,8 @@ EVERY_REQUEST = [
     messages.Status(),
     messages.Evict(model="minilm", device="host-0", force=True),
     messages.Load(model="minilm"),
+    messages.Verify(model="minilm"),
+    messages.Verify(model="minilm", device="host-0"),
     messages.Reload(),
     messages.Subscribe(),
     messages.Stop(),
@@ -172,6 +175,15 @@ def test_a_publishers_manifest_is_read_back(descriptors: NoDescriptorLeaks) -> N
         assert parse_manifest(fd.fileno()) == (HEAD, TABLE)
 
 
+def test_a_publishers_checksums_are_checked() -> None:
+    """There may be none; those that are there are one for each tensor, in their form."""
+    values = ("0123456789abcdef", "fedcba9876543210")
+    with write_manifest(HEAD, TABLE, Checksums("mix64-sum", values)) as fd:
+        assert parse_manifest(fd.fileno()) == (HEAD, TABLE)
+    assert "1 checksums of 2 tensors" in refused(write_manifest(HEAD, TABLE, Checksums("mix64-sum", values[:1])))
+    assert "algorithm 'md5'" in refused(write_manifest(HEAD, TABLE, Checksums("md5", values)))
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -179,7 +191,7 @@ def test_a_publishers_manifest_is_read_back(descriptors: NoDescriptorLeaks) -> N
         (lambda head, table: head.update(generation=True), "generation: Input should be a valid integer"),
         (lambda head, table: head.update(generation="1"), "generation: Input should be a valid integer"),
         (lambda head, table: head.pop("device"), "device: Field required"),
-        (lambda head, table: head.update(schema=2), "schema 2, this version reads 1"),
+        (lambda head, table: head.update(schema=1), "schema 1, this version reads 2"),
         (lambda head, table: head.update(tensor_count=3), "2 tensors listed, 3 announced"),
         (lambda head, table: head.update(tensor_count=-1), "2 tensors listed, -1 announced"),
         (lambda head, table: head["slabs"][0].update(nbytes=-1), "slab of negative length"),

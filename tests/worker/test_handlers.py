@@ -14,7 +14,7 @@ from tests.wire.serving import Client
 from tests.worker.process import LIMIT, WorkerProcess, shard
 from weightcached.fds import FdSet, OwnedFd
 from weightcached.shard.host import HostSlab
-from weightcached.shard.manifest import SlabEntry
+from weightcached.shard.manifest import SCHEMA, SlabEntry
 from weightcached.wire import framing
 from weightcached.wire.validate import parse_manifest
 
@@ -332,7 +332,7 @@ BAD: dict[str, tuple[dict[str, Any], Callable[[list[int]], list[int]] | None, st
     "no descriptors": ({}, lambda fds: [], "carries no descriptors"),
     "something else as the manifest": ({}, lambda fds: [0, *fds[1:]], "not a memfd"),
     "a wrong count": ({"tensor_count": 2}, None, "1 tensors listed, 2 announced"),
-    "another schema": ({"schema": 2}, None, "schema 2"),
+    "another schema": ({"schema": SCHEMA + 1}, None, f"schema {SCHEMA + 1}"),
 }
 
 

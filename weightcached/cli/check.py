@@ -1,38 +1,64 @@
 """``weightcached check``: what the service would load where, with bytes, found without loading anything.
 
-It opens every checkpoint as a load does, with all rules for files, and counts the slab's bytes as a load reserves them.
-Only headers are read.
+It opens every checkpoint as a load does, with all rules for files, cuts it for the model's ranks, and lays out each
+rank's slab as a load does. Only headers are read.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.fileset import Checkpoint, open_checkpoint
 from ..config import Config, ModelConfig, load_config
 from ..devices import Device, default_devices, find_devices
-from ..errors import CheckpointError
-from ..shard.manifest import ALIGNMENT
+from ..errors import CheckpointError, MissingDependency, SliceError
+from ..loader.cast import require_torch
+from ..loader.keys import keys_of
+from ..loader.plan import plan_load
+from ..parallel.ranks import Rank
+from ..parallel.slices import plan_slices
 from ..text import printable
-from .output import emit, human_bytes, print_json, print_table
+from .output import emit, human_bytes, print_json, print_table, rank_label
 
 SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True)
-class ModelReport:
-    """One model as it would be loaded. `bytes` is its slab on the device, `file_bytes` what is read from disk.
+class RankReport:
+    """One rank as it would be loaded: `bytes` of slab on its device, and the fields of its key that say which it is.
 
-    What is not known of a refused checkpoint is None; `problem` then says why.
+    `layers` is the range [first, last) of its pipeline stage, None for all. A refused model's ranks have no numbers.
+    """
+
+    device: str
+    tensor_parallel_size: int
+    tensor_parallel_rank: int
+    pipeline_parallel_size: int
+    pipeline_parallel_rank: int
+    expert_parallel_size: int
+    expert_parallel_rank: int
+    data_parallel_size: int
+    data_parallel_rank: int
+    layers: tuple[int, int] | None = None
+    bytes: int | None = None
+    tensors: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """One model as it would be loaded: `bytes` on all devices together, `file_bytes` read from disk.
+
+    `tensors` and `files` are those of the checkpoint; `dtype` is the type of most floating-point bytes once loaded.
+    What is not known of a refused model is None; `problem` then says why.
     """
 
     name: str
     checkpoint: str
-    device: str
     preload: bool
+    ranks: tuple[RankReport, ...]
     bytes: int | None = None
     file_bytes: int | None = None
     tensors: int | None = None
@@ -41,6 +67,10 @@ class ModelReport:
     architecture: str | None = None
     ignored: tuple[str, ...] = ()
     problem: str | None = None
+
+    def bytes_on(self, device: str) -> int:
+        """What it takes of one device; a refused model takes nothing."""
+        return sum(rank.bytes or 0 for rank in self.ranks if rank.device == device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +94,9 @@ def check(path: Path, *, as_json: bool = False) -> int:
     """
     config = load_config(path)
     devices = _find(config)
-    models = [_report_model(model, device) for model, device in _placed(config, devices)]
+    names = [device.name for device in devices]
+    placed = [(model, model.devices_for(names)) for model in config.models]
+    models = [_report_model(model, where) for model, where in placed]
     reports = [_report_device(device, config, models) for device in devices]
     problems = [f"{model.name}: {model.problem}" for model in models if model.problem is not None]
     for report in reports:
@@ -78,45 +110,61 @@ def check(path: Path, *, as_json: bool = False) -> int:
     return 1 if problems else 0
 
 
-def slab_bytes(checkpoint: Checkpoint) -> int:
-    """Bytes of the slab that a load makes (`loader.plan`), without planning its reads, which takes seconds for TiBs."""
-    end = 0
-    for tensor in checkpoint.tensors():
-        end = -(-end // ALIGNMENT) * ALIGNMENT + tensor.nbytes
-    return end
-
-
 def _find(config: Config) -> list[Device]:
     return default_devices() if config.devices == "all" else find_devices(list(config.devices))
 
 
-def _placed(config: Config, devices: list[Device]) -> list[tuple[ModelConfig, str]]:
-    names = [device.name for device in devices]
-    return [(model, model.device_for(names)) for model in config.models]
-
-
-def _report_model(model: ModelConfig, device: str) -> ModelReport:
-    report = ModelReport(model.name, str(model.checkpoint), device, model.preload)
-    known = asdict(report)
+def _report_model(model: ModelConfig, devices: tuple[str, ...]) -> ModelReport:
+    ranks = tuple(map(_rank, model.parallel.ranks(), devices))
+    report = ModelReport(model.name, str(model.checkpoint), model.preload, ranks)
     try:
         with open_checkpoint(model.checkpoint) as checkpoint:
-            known |= {
-                "bytes": slab_bytes(checkpoint),
-                "file_bytes": checkpoint.nbytes,
-                "tensors": sum(1 for _ in checkpoint.tensors()),
-                "files": len(checkpoint.files),
-                "dtype": checkpoint.dtype,
-                "architecture": checkpoint.architecture,
-                "ignored": tuple(checkpoint.ignored),
-            }
-    except CheckpointError as error:
-        known["problem"] = str(error)
-    return ModelReport(**known)
+            return _measure(report, model, checkpoint)
+    except (CheckpointError, SliceError, MissingDependency) as error:
+        return replace(report, problem=str(error))
+
+
+def _rank(rank: Rank, device: str) -> RankReport:
+    sizes, expert = rank.parallel, rank.parallel.expert
+    return RankReport(
+        device=device,
+        tensor_parallel_size=sizes.tensor,
+        tensor_parallel_rank=rank.tensor,
+        pipeline_parallel_size=sizes.pipeline,
+        pipeline_parallel_rank=rank.pipeline,
+        expert_parallel_size=rank.moe_size if expert else 1,
+        expert_parallel_rank=rank.moe_rank if expert else 0,
+        data_parallel_size=sizes.data,
+        data_parallel_rank=rank.data,
+    )
+
+
+def _measure(report: ModelReport, model: ModelConfig, checkpoint: Checkpoint) -> ModelReport:
+    tensors = list(checkpoint.tensors())
+    dtype = None if model.dtype == "checkpoint" else model.dtype
+    if dtype is not None:
+        require_torch()
+    shards = plan_slices(tensors, checkpoint.config, model.parallel, rules=model.rules, dtype=dtype)
+    slabs = plan_load(checkpoint, [shard.slices for shard in shards]).slabs
+    return replace(
+        report,
+        ranks=tuple(
+            replace(rank, layers=shard.layers, bytes=slab.nbytes, tensors=len(slab.entries))
+            for rank, shard, slab in zip(report.ranks, shards, slabs, strict=True)
+        ),
+        bytes=sum(slab.nbytes for slab in slabs),
+        file_bytes=checkpoint.nbytes,
+        tensors=len(tensors),
+        files=len(checkpoint.files),
+        dtype=keys_of(checkpoint, model.parallel, shards, content="")[0].dtype,
+        architecture=checkpoint.architecture,
+        ignored=tuple(checkpoint.ignored),
+    )
 
 
 def _report_device(device: Device, config: Config, models: list[ModelReport]) -> DeviceReport:
     limit = config.memory_limit.bytes_of(device.memory.total)
-    needed = sum(model.bytes or 0 for model in models if model.device == device.name and model.preload)
+    needed = sum(model.bytes_on(device.name) for model in models if model.preload)
     return DeviceReport(
         name=device.name,
         model=device.model,
@@ -136,11 +184,12 @@ def _room_problems(device: DeviceReport, models: list[ModelReport]) -> list[str]
             f"its limit is {human_bytes(device.limit)} ({device.limit} bytes); preload fewer or raise memory_limit"
         )
     # Preloaded models are in that sum. Others are loaded on demand, into what room is left then.
+    alone = {model.name: model.bytes_on(device.name) for model in models if not model.preload}
     problems += [
-        f"{model.name}: needs {human_bytes(model.bytes)} ({model.bytes} bytes), "
+        f"{name}: needs {human_bytes(nbytes)} ({nbytes} bytes), "
         f"the limit of {device.name} is {human_bytes(device.limit)} ({device.limit} bytes)"
-        for model in models
-        if model.device == device.name and not model.preload and model.bytes is not None and model.bytes > device.limit
+        for name, nbytes in alone.items()
+        if nbytes > device.limit
     ]
     return problems
 
@@ -160,8 +209,8 @@ def _as_object(
 def _print_tables(models: list[ModelReport], devices: list[DeviceReport]) -> None:
     if models:
         print_table(
-            ["MODEL", "DEVICE", "PRELOAD", "SIZE", "DTYPE", "TENSORS", "FILES", "IGNORED"],
-            [_model_row(model) for model in models],
+            ["MODEL", "DEVICE", "RANK", "PRELOAD", "SIZE", "DTYPE", "TENSORS", "FILES", "IGNORED"],
+            [_rank_row(model, rank) for model in models for rank in model.ranks],
             right=("SIZE", "TENSORS", "FILES"),
         )
         emit("")
@@ -172,21 +221,12 @@ def _print_tables(models: list[ModelReport], devices: list[DeviceReport]) -> Non
     )
 
 
-def _model_row(model: ModelReport) -> list[object]:
-    preload = "yes" if model.preload else "no"
-    if model.bytes is None:
-        return [model.name, model.device, preload, "refused", "-", "-", "-", "-"]
+def _rank_row(model: ModelReport, rank: RankReport) -> list[object]:
+    where = [model.name, rank.device, rank_label(asdict(rank)), "yes" if model.preload else "no"]
+    if rank.bytes is None:
+        return [*where, "refused", "-", "-", "-", "-"]
     ignored = ", ".join(model.ignored) or "-"
-    return [
-        model.name,
-        model.device,
-        preload,
-        human_bytes(model.bytes),
-        model.dtype or "-",
-        model.tensors,
-        model.files,
-        ignored,
-    ]
+    return [*where, human_bytes(rank.bytes), model.dtype or "-", rank.tensors, model.files, ignored]
 
 
 def _device_row(device: DeviceReport) -> list[object]:

@@ -1,4 +1,4 @@
-"""The command ``weightcachectl``: what runs, what is cached where, who uses it; load, evict, wait, reload."""
+"""The command ``weightcachectl``: what runs, what is cached where, who uses it; load, evict, wait, verify, reload."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from ..errors import (
 from ..paths import control_path, control_paths, runtime_dir
 from ..text import printable
 from ..wire.connection import Connection
-from ..wire.messages import Evict, Load, Reload, Request, Status, Subscribe
-from .output import emit, human_bytes, print_json, print_table
+from ..wire.messages import Evict, Load, Reload, Request, Status, Subscribe, Verify
+from .output import emit, human_bytes, print_json, print_table, rank_label
 
+MAX_NAMES = 10  # of tensors that differ; --json has them all
 EPILOG = """\
 exit codes:
   0  done                      3  service not running
@@ -77,6 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     evict.add_argument("--force", action="store_true", help="also if clients use it; memory returns when they end")
     wait = command("wait", _wait, "wait until a model, or every model to preload, is served", model="optional")
     wait.add_argument("--timeout", type=float, metavar="S", help="seconds (default: no limit)")
+    verify = command("verify", _verify, "compare a model's cached weights with their checksums", model="required")
+    verify.add_argument("--device", metavar="DEVICE", help="on this device only")
     command("reload", _reload, "read the config file again and load what is new or changed")
     return parser
 
@@ -93,11 +96,13 @@ def _status(args: argparse.Namespace) -> int:
         for device in service["devices"]:
             emit(_device_line(device))
         print_table(
-            ["MODEL", "DEVICE", "STATE", "SIZE", "GEN", "USED BY"],
+            ["MODEL", "DEVICE", "RANK", "STATE", "SIZE", "GEN", "USED BY"],
             _model_rows(service),
             right=("SIZE", "GEN"),
         )
         for model in service["models"]:
+            if model["ranks"] > 1:
+                emit(f"{model['model']}: {model['state']}, {model['ranks_cached']}/{model['ranks']} ranks")
             if model["error"]:
                 emit(f"{model['model']}: {from_wire(model['error'])}")
     return 0
@@ -113,7 +118,7 @@ def _device_line(device: dict[str, Any]) -> str:
 
 
 def _model_rows(service: dict[str, Any]) -> list[list[str]]:
-    """One row per shard, then one per configured model that is not cached."""
+    """One row per shard, then one for each rank of a configured model that has no shard on its device."""
     rows = []
     states = {model["model"]: model for model in service["models"]}
     shown = set()
@@ -128,17 +133,19 @@ def _model_rows(service: dict[str, Any]) -> list[list[str]]:
                 [
                     shard["model"],
                     device["device"],
+                    rank_label(shard["key"]),
                     state,
                     human_bytes(shard["nbytes"]),
                     str(shard["generation"]),
                     users or "-",
                 ]
             )
-            shown.add(shard["model"])
+            shown.add((shard["model"], device["device"]))
     for name, model in states.items():
-        if name not in shown:
-            state = _progress(model) if model["state"] == "loading" else model["state"]
-            rows.append([name, model["device"], state, "-", "-", "-"])
+        state = _progress(model) if model["state"] == "loading" else model["state"]
+        rows += [
+            [name, device, "-", state, "-", "-", "-"] for device in model["devices"] if (name, device) not in shown
+        ]
     return rows
 
 
@@ -157,11 +164,12 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"schema": 1, "shards": shards})
     else:
-        columns = ["MODEL", "DEVICE", "STATE", "SIZE", "TENSORS", "DTYPE", "CONTENT"]
+        columns = ["MODEL", "DEVICE", "RANK", "STATE", "SIZE", "TENSORS", "DTYPE", "CONTENT"]
         rows = [
             [
                 shard["model"],
                 shard["device"],
+                rank_label(shard["key"]),
                 shard["state"],
                 human_bytes(shard["nbytes"]),
                 str(shard["tensors"]),
@@ -176,12 +184,13 @@ def _list(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace) -> int:
     answer = _ask(args, Load(model=args.model))
+    where = ", ".join(answer["devices"])
     if args.json:
         print_json({"schema": 1, **answer})
     elif answer["state"] == "cached":
-        emit(f"{args.model} is cached on {answer['device']} already")
+        emit(f"{args.model} is cached on {where} already")
     else:
-        emit(f"{args.model} is {answer['state']} on {answer['device']}; follow it: weightcachectl wait {args.model}")
+        emit(f"{args.model} is {answer['state']} on {where}; follow it: weightcachectl wait {args.model}")
     return 0
 
 
@@ -224,15 +233,40 @@ def _wait(args: argparse.Namespace) -> int:
 
 
 def _is_there(model: dict[str, Any]) -> bool:
+    where = ", ".join(model["devices"])
     if model["state"] == "absent":  # never asked for, or evicted: nobody loads it, so nobody need wait
-        raise ModelNotLoaded(model=model["model"], device=model["device"])
+        raise ModelNotLoaded(model=model["model"], device=where)
     if model["error"] is None:
         return bool(model["state"] == "cached")
     reason = str(from_wire(model["error"]))
     if model["state"] == "cached":
-        problem = f"its last load failed, generation {model['generation']} is still served: {reason}"
+        numbers = dict.fromkeys(str(number) for number in model["generations"])  # mostly the same on every device
+        problem = f"its last load failed, generation {', '.join(numbers)} is still served: {reason}"
         raise ModelError(model=model["model"], problem=problem)
-    raise ModelFailed(model=model["model"], device=model["device"], reason=reason)
+    raise ModelFailed(model=model["model"], device=where, reason=reason)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    # Without a limit of time, as nobody knows how fast the memory is; an interrupt ends it here and in the service.
+    answer = _ask(args, Verify(model=args.model, device=args.device), timeout=None)
+    if args.json:
+        print_json({"schema": 1, **answer})
+    for result in answer["results"]:
+        where = f"{args.model} on {result['device']}"
+        if "error" in result:
+            print(f"weightcachectl: {where}: {printable(str(from_wire(result['error'])))}", file=sys.stderr)
+        elif not args.json:
+            emit(printable(f"{where}: {_verdict(result)}"))
+    return 1 if any(result.get("error") or result["differ"] for result in answer["results"]) else 0
+
+
+def _verdict(result: dict[str, Any]) -> str:
+    differ = result["differ"]
+    if not differ:
+        size = human_bytes(result["bytes"])
+        return f"{result['tensors']} tensors, {size} verified in {result['seconds']:.1f} s"
+    names = ", ".join(differ[:MAX_NAMES]) + (f" and {len(differ) - MAX_NAMES} more" if len(differ) > MAX_NAMES else "")
+    return f"{len(differ)} of {result['tensors']} tensors differ: {names}; evict the model and load it again"
 
 
 def _reload(args: argparse.Namespace) -> int:
@@ -258,7 +292,7 @@ def _all_statuses(args: argparse.Namespace) -> list[dict[str, Any]]:
         return statuses
 
 
-def _ask(args: argparse.Namespace, request: Request, timeout: float = 10.0) -> dict[str, Any]:
+def _ask(args: argparse.Namespace, request: Request, timeout: float | None = 10.0) -> dict[str, Any]:
     with _connect(args) as service:
         answer, fds = service.request(request, timeout=timeout)
         fds.close()

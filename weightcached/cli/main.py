@@ -1,7 +1,8 @@
 """The command ``weightcached``: the service and its child processes, and what needs no service: check and schema.
 
     weightcached serve | check | schema           for people and systemd
-    weightcached worker DEVICE, loader DEVICE MODEL   started by the service, so that ps shows role and device
+    weightcached worker DEVICE, loader DEVICE MODEL, verifier DEVICE MODEL
+                                                  started by the service, so that ps shows role and device
 
 A module that takes time to import is imported in the branch that needs it.
 """
@@ -182,17 +183,34 @@ def _worker(args: argparse.Namespace) -> int:
 
 def _loader_parser() -> argparse.ArgumentParser:
     """Its arguments are the parameters of `loader.process.run`."""
-    parser = argparse.ArgumentParser(prog="weightcached loader", parents=[_common()])
+    return _job_parser("loader", _loader)
+
+
+def _job_parser(role: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+    """Of a process that does one job, which comes on its channel."""
+    parser = argparse.ArgumentParser(prog=f"weightcached {role}", parents=[_common()])
     parser.add_argument("device")
     parser.add_argument("model")
     parser.add_argument("--channel-fd", type=int, required=True)
-    parser.set_defaults(run=_loader)
+    parser.set_defaults(run=run)
     return parser
 
 
 def _loader(args: argparse.Namespace) -> int:
     logs.setup(_level(args), f"loader {args.device} {args.model}")
     from ..loader.process import run
+
+    return run(device=args.device, model=args.model, channel_fd=args.channel_fd)
+
+
+def _verifier_parser() -> argparse.ArgumentParser:
+    """Its arguments are the parameters of `verifier.run`."""
+    return _job_parser("verifier", _verifier)
+
+
+def _verifier(args: argparse.Namespace) -> int:
+    logs.setup(_level(args), f"verifier {args.device} {args.model}")
+    from ..verifier import run
 
     return run(device=args.device, model=args.model, channel_fd=args.channel_fd)
 
@@ -219,6 +237,7 @@ def _level(args: argparse.Namespace) -> int:
 _ROLES: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "worker": _worker_parser,
     "loader": _loader_parser,
+    "verifier": _verifier_parser,
     "probe": _probe_parser,
 }
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from ..text import printable
 
@@ -21,6 +22,16 @@ def human_bytes(nbytes: int) -> str:
         if value < _KIB:  # after rounding, or 1 byte less than a GiB would be "1024.0 MiB"
             return f"{value:.1f} {unit}"
     return f"{nbytes / _KIB**3:.1f} GiB"
+
+
+def rank_label(key: Mapping[str, Any]) -> str:
+    """Which rank a shard is, from the fields of its key: "tp 1/2", "pp 0/2 tp 1/2", "-" for a whole model."""
+    parts = []
+    for label, axis in (("dp", "data"), ("pp", "pipeline"), ("tp", "tensor"), ("ep", "expert")):
+        rank, size = key[f"{axis}_parallel_rank"], key[f"{axis}_parallel_size"]
+        if size > 1:
+            parts.append(f"{label} {rank}/{size}")
+    return " ".join(parts) or "-"
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Collection[str] = ()) -> None:

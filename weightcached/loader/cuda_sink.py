@@ -1,122 +1,320 @@
-"""The way into a CUDA slab: a ring of pinned buffers per thread, and asynchronous copies on the thread's own stream.
+"""The way into CUDA slabs: pinned buffers, filled by the readers, and asynchronous copies on one stream per device.
 
-    file --preadv--> pinned buffer, laid out as in the slab --cuMemcpyHtoDAsync--> slab
+    block in the ring, bytes as in the file --cuMemcpyHtoDAsync, cuMemcpy2DAsync--> slabs of all ranks
 
-A buffer is used again when the event behind its last copy has completed. Small buffers win: 4 x 4 MiB per thread gave
-29-31 GB/s from page cache on an H200, 16 MiB buffers 22.
+A buffer is used again when the events behind its copies have completed. Rows go straight from the ring: the copy
+engine of an H200 moved 42 GB/s of rows of 512 bytes, each an eighth of its pitch, so to gather them first would only
+cost.
 """
 
 from __future__ import annotations
 
-import ctypes
-import queue
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, NamedTuple
 
+from ..checkpoint.digest import BLOCK_BYTES
 from ..shard import cuda
 from ..shard.manifest import ALIGNMENT
-from .plan import READ_BYTES, Read
+from .cast import cast_rows
+from .plan import Copy
+from .readers import Place, Region
+from .ring import Ring
+from .sink import BUFFERS, MIN_STAGING_BYTES, STAGING_BYTES, Placed
 
-BUFFERS = 4  # per thread, at most
+_EXTRA = 2  # buffers for what is packed or cast, so that one is filled while the other is copied from
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for the contexts of all devices
+_PINNING_THREADS = 4
+_TINY = 8192  # bytes; smaller copies side by side are packed into one, since each call costs 2 us
+_PACK_FROM = 8  # copies; fewer are not worth the packing
 _ZEROS = bytes(ALIGNMENT)
 
 
-class CudaSink:
-    """Fills a `CudaSlab` (see `sink.Sink`). Pins `threads` x 4 buffers of about 4 MiB from `start` to `close`."""
+class _Busy(NamedTuple):
+    """A buffer that devices may still be copying from, and the context and event of each."""
 
-    def __init__(self, slab: cuda.CudaSlab) -> None:
-        self._slab = slab
-        self._undo = ExitStack()
-        # Each writer takes one ring; SimpleQueue, since writers start in their own threads.
-        self._rings: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-
-    def start(self, threads: int, reads: int) -> None:
-        driver = cuda.driver()
-        buffers = max(1, min(BUFFERS, -(-reads // threads)))
-        nbytes = threads * buffers * READ_BYTES
-        with self._slab.context.current():
-            base = int(cuda.check(driver.cuMemHostAlloc(nbytes, 0), f"cuMemHostAlloc of {nbytes} bytes"))
-        self._undo.callback(self._free, base)
-        for thread in range(threads):
-            first = base + thread * buffers * READ_BYTES
-            self._rings.put([first + index * READ_BYTES for index in range(buffers)])
-
-    @contextmanager
-    def writer(self) -> Iterator[_CudaWriter]:
-        ring = self._rings.get_nowait()
-        with self._slab.context.current(), ExitStack() as undo:
-            yield _CudaWriter(self._slab.address, ring, undo)
-
-    def finish(self) -> None:
-        self._slab.context.synchronize()
-
-    def close(self) -> None:
-        self._undo.close()
-
-    def _free(self, base: int) -> None:
-        driver = cuda.driver()
-        with self._slab.context.current(), ExitStack() as after:  # freed even if the device reports failed work
-            after.callback(lambda: cuda.check(driver.cuMemFreeHost(base), "cuMemFreeHost"))
-            cuda.check(driver.cuCtxSynchronize(), "cuCtxSynchronize")
+    buffer: int
+    events: tuple[tuple[cuda.PrimaryContext, Any], ...]
 
 
-class _CudaWriter:
-    """One thread's stream and buffers; used with the slab's context current. What it makes, `undo` destroys.
+class _Pins:
+    """The ring's buffers as pinned memory, for all devices. Some threads pin them, ahead of their use.
 
-    Stream and events may be destroyed before their work is done: the driver finishes it (cuStreamDestroy).
+    Each takes a millisecond, since the ring has pages of 4 KiB, and nothing is copied without.
     """
 
-    def __init__(self, slab: int, ring: Sequence[int], undo: ExitStack) -> None:
-        driver = cuda.driver()
-        self._driver = driver
-        self._slab = slab
+    def __init__(self, context: cuda.PrimaryContext, ring: Ring) -> None:
+        self._context = context
         self._ring = ring
-        self._views = [memoryview((ctypes.c_ubyte * READ_BYTES).from_address(address)).cast("B") for address in ring]
-        self._stream = cuda.check(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING), "cuStreamCreate")
-        undo.callback(self._destroy, driver.cuStreamDestroy, self._stream, "cuStreamDestroy")
-        # A thread that waits for a blocking event sleeps; by default it would spin.
-        flags = driver.CUevent_flags.CU_EVENT_BLOCKING_SYNC | driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        self._events: list[Any] = []
-        for _ in ring:
-            event = cuda.check(driver.cuEventCreate(flags), "cuEventCreate")
-            undo.callback(self._destroy, driver.cuEventDestroy, event, "cuEventDestroy")
-            self._events.append(event)
-        self._next = 0
+        self._threads = ThreadPoolExecutor(_PINNING_THREADS, thread_name_prefix="pin")
+        self._pinned: dict[int, Future[None]] = {}
 
-    @staticmethod
-    def _destroy(function: Any, what: Any, name: str) -> None:
+    def begin(self, buffers: Iterable[int]) -> None:
+        for buffer in buffers:
+            self._pinned[buffer] = self._threads.submit(self._pin, self._address(buffer))
+
+    def address(self, buffer: int) -> int:
+        """Where the buffer lies, once it is pinned. `DeviceError` if it cannot be."""
+        if buffer not in self._pinned:
+            self.begin([buffer])
+        self._pinned[buffer].result()
+        return self._address(buffer)
+
+    def check(self) -> None:
+        """`DeviceError` if any buffer could not be pinned, needed or not."""
+        for pinned in self._pinned.values():
+            pinned.result()
+
+    def close(self) -> None:
+        """Nothing may be copying from the ring any more. Idempotent."""
+        with self._threads:
+            freed = [
+                self._threads.submit(self._unpin, self._address(buffer))
+                for buffer, pinned in self._pinned.items()
+                if pinned.exception() is None
+            ]
+        self._pinned.clear()
+        for unpinned in freed:
+            unpinned.result()
+
+    def _address(self, buffer: int) -> int:
+        return self._ring.address + buffer * BLOCK_BYTES
+
+    def _pin(self, address: int) -> None:
+        with self._context.current():
+            result = cuda.driver().cuMemHostRegister(address, BLOCK_BYTES, _PORTABLE)
+            cuda.check(result, f"cuMemHostRegister of {BLOCK_BYTES} bytes")
+
+    def _unpin(self, address: int) -> None:
+        with self._context.current():
+            cuda.check(cuda.driver().cuMemHostUnregister(address), "cuMemHostUnregister")
+
+
+class CudaSink:
+    """Fills `CudaSlab`s, of one device or several (see `sink.Sink`).
+
+    Shares `staging` bytes of host memory with the readers, `MIN_STAGING_BYTES` at least, and pins what of it is used.
+    """
+
+    def __init__(self, slabs: Sequence[cuda.CudaSlab], staging: int = STAGING_BYTES) -> None:
+        self._slabs = list(slabs)
+        # One context object for each device: slabs of the same one share its stream.
+        by_handle = {slab.context.handle: slab.context for slab in reversed(self._slabs)}
+        self._contexts = [by_handle[slab.context.handle] for slab in self._slabs]
+        self._current = self._contexts[0]
+        self._driver = cuda.driver()
+        self._undo = ExitStack()
+        self._ring = Ring(max(staging, MIN_STAGING_BYTES) // BLOCK_BYTES)
+        self._undo.callback(self._ring.close)
+        # The smallest ring has two buffers, one of each kind.
+        extra = min(_EXTRA, self._ring.count - 1)
+        self._extra = deque(_Busy(self._ring.count - 1 - number, ()) for number in range(extra))
+        self._ready: deque[int] = deque()
+        self._pins = _Pins(self._contexts[0], self._ring)
+        self._undo.callback(self._pins.close)
+        self._streams: dict[int, tuple[cuda.PrimaryContext, Any]] = {}  # by the context's handle
+        self._events: dict[tuple[int, int], Any] = {}  # by buffer and context's handle
+        self._busy: deque[_Busy] = deque()  # the oldest first
+
+    def regions(self) -> list[Region]:
+        return [Region(self._ring.fd.fileno(), self._ring.nbytes)]
+
+    def start(self, readers: int) -> None:
+        """Zeroes the slabs: the content of new device memory is undefined."""
+        self._ready.extend(range(min(BUFFERS * readers, self._ring.count - len(self._extra))))
+        self._pins.begin(self._ready)
+        self._undo.enter_context(self._contexts[0].current())
+        for slab, context in zip(self._slabs, self._contexts, strict=True):
+            if slab.nbytes:
+                self._use(context)
+                cuda.check(self._driver.cuMemsetD8Async(slab.address, 0, slab.nbytes, 0), "cuMemsetD8Async")
+        self._synchronize()
+
+    def place(self, nbytes: int, copies: Sequence[Copy], *, wait: bool) -> Placed | None:
+        while self._busy and self._is_done(self._busy[0]):
+            self._ready.append(self._busy.popleft().buffer)
+        if not self._ready and wait and self._busy:
+            self._wait(self._busy[0])
+            self._ready.append(self._busy.popleft().buffer)
+        if not self._ready:
+            return None
+        buffer = self._ready.popleft()
+        return Placed(buffer, (Place(0, buffer * BLOCK_BYTES, nbytes),), tuple(copies))
+
+    def write(self, placed: Placed) -> None:
+        """Starts the copies."""
+        used = {}
+        for slab, group in groupby(placed.left, attrgetter("slab")):
+            context = self._contexts[slab]
+            for pack in _packs(list(group)):
+                if len(pack) > 1:
+                    self._send_packed(placed.buffer, pack)
+                elif pack[0].cast is not None:
+                    self._send_cast(placed.buffer, pack[0])
+                else:
+                    self._send(placed.buffer, pack[0], pack[0].start, pack[0].pitch)
+                    used[context.handle] = context
+        if used:
+            self._busy.append(self._record(placed.buffer, used.values()))
+        else:
+            self._ready.append(placed.buffer)
+
+    def finish(self) -> None:
+        self._synchronize()
+        self._pins.check()
+
+    def _synchronize(self) -> None:
+        for context in {context.handle: context for context in self._contexts}.values():
+            context.synchronize()
+
+    def close(self) -> None:
+        """Waits for the devices first: they may be copying from what is freed then."""
+        with self._undo:
+            self._busy.clear()
+            self._undo.callback(self._drain)
+
+    def _use(self, context: cuda.PrimaryContext) -> None:
+        """Makes the context current. Between two calls from outside it stays the last one that was used."""
+        if context is not self._current:
+            context.set_current()
+            self._current = context
+
+    def _drain(self) -> None:
+        with ExitStack() as each:  # of them, also when one has failed
+            while self._streams:
+                context, stream = self._streams.popitem()[1]
+                each.callback(self._free, context, self._driver.cuStreamSynchronize, stream, "cuStreamSynchronize")
+
+    def _send_packed(self, block: int, copies: list[Copy]) -> None:
+        """One copy for many that lie side by side in the slab, the gaps between them included."""
+        buffer = self._take_extra()
+        first = copies[0]
+        filled = 0
+        with self._ring.view(block) as source, self._ring.view(buffer) as target:
+            for copy in copies:
+                begin = copy.offset - first.offset
+                if begin > filled:  # what the buffer held before must not reach the gaps
+                    target[filled:begin] = _ZEROS[: begin - filled]
+                filled = begin + copy.width
+                target[begin:filled] = source[copy.start : copy.start + copy.width]
+        self._send_extra(buffer, Copy(first.slab, first.offset, 0, filled), 0)
+
+    def _send_cast(self, block: int, copy: Copy) -> None:
+        """Casts from the block's buffer into others, as much at a time as one holds, and copies from there."""
+        assert copy.cast is not None
+        step = BLOCK_BYTES * copy.cast.source_bytes // max(copy.cast.source_bytes, copy.cast.target_bytes)
+        end = copy.start + (copy.rows - 1) * copy.pitch + copy.width
+        for begin in range(copy.start, end, step):
+            for part in copy.within(begin, min(begin + step, end)):
+                buffer = self._take_extra()
+                pitch = part.in_slab(part.width)
+                with self._ring.view(block) as source, self._ring.view(buffer) as target:
+                    cast_rows(part._replace(start=begin + part.start), source, target, pitch)
+                self._send_extra(buffer, part._replace(width=pitch, cast=None), pitch)
+
+    def _take_extra(self) -> int:
+        oldest = self._extra.popleft()
+        self._wait(oldest)
+        return oldest.buffer
+
+    def _send_extra(self, buffer: int, copy: Copy, pitch: int) -> None:
+        self._send(buffer, copy, 0, pitch)
+        self._extra.append(self._record(buffer, [self._contexts[copy.slab]]))
+
+    def _send(self, buffer: int, copy: Copy, start: int, pitch: int) -> None:
+        """Starts one copy from byte `start` of the buffer, its rows `pitch` apart."""
+        driver = self._driver
+        context = self._contexts[copy.slab]
+        self._use(context)
+        source = self._pins.address(buffer) + start
+        target = self._slabs[copy.slab].address + copy.offset
+        stream = self._stream(context)
+        if copy.rows == 1:
+            cuda.check(driver.cuMemcpyHtoDAsync(target, source, copy.width, stream), "cuMemcpyHtoDAsync")
+            return
+        rows = driver.CUDA_MEMCPY2D()
+        rows.srcMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_HOST
+        rows.srcHost, rows.srcPitch = source, pitch
+        rows.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        rows.dstDevice, rows.dstPitch = target, copy.slab_pitch
+        rows.WidthInBytes, rows.Height = copy.width, copy.rows
+        cuda.check(driver.cuMemcpy2DAsync(rows, stream), "cuMemcpy2DAsync")
+
+    def _record(self, buffer: int, contexts: Iterable[cuda.PrimaryContext]) -> _Busy:
+        """The buffer as it is in use until what is on the streams now is done."""
+        events = []
+        for context in contexts:
+            self._use(context)
+            event = self._event(buffer, context)
+            cuda.check(self._driver.cuEventRecord(event, self._stream(context)), "cuEventRecord")
+            events.append((context, event))
+        return _Busy(buffer, tuple(events))
+
+    def _is_done(self, busy: _Busy) -> bool:
+        for context, event in busy.events:
+            self._use(context)
+            result = self._driver.cuEventQuery(event)
+            if result[0] == self._driver.CUresult.CUDA_ERROR_NOT_READY:
+                return False
+            cuda.check(result, "cuEventQuery")
+        return True
+
+    def _wait(self, busy: _Busy) -> None:
+        for context, event in busy.events:
+            self._use(context)
+            cuda.check(self._driver.cuEventSynchronize(event), "cuEventSynchronize")
+
+    def _event(self, buffer: int, context: cuda.PrimaryContext) -> Any:
+        key = (buffer, context.handle)
+        if key not in self._events:
+            # A thread that waits for a blocking event sleeps; by default it would spin.
+            kinds = self._driver.CUevent_flags
+            flags = kinds.CU_EVENT_BLOCKING_SYNC | kinds.CU_EVENT_DISABLE_TIMING
+            event = cuda.check(self._driver.cuEventCreate(flags), "cuEventCreate")
+            self._undo.callback(self._free, context, self._driver.cuEventDestroy, event, "cuEventDestroy")
+            self._events[key] = event
+        return self._events[key]
+
+    def _stream(self, context: cuda.PrimaryContext) -> Any:
+        if context.handle not in self._streams:
+            flag = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+            stream = cuda.check(self._driver.cuStreamCreate(flag), "cuStreamCreate")
+            self._undo.callback(self._free, context, self._driver.cuStreamDestroy, stream, "cuStreamDestroy")
+            self._streams[context.handle] = (context, stream)
+        return self._streams[context.handle][1]
+
+    def _free(self, context: cuda.PrimaryContext, function: Any, what: Any, name: str) -> None:
+        self._use(context)
         cuda.check(function(what), name)
 
-    def place(self, read: Read, unlisted: memoryview) -> list[memoryview]:
-        """Waits until the next buffer's last copy is done. Zeroes the gaps, so that nothing stale reaches the slab."""
-        # An event that was never recorded counts as completed (cuEventRecord).
-        cuda.check(self._driver.cuEventSynchronize(self._events[self._next]), "cuEventSynchronize")
-        buffer = self._views[self._next]
-        views = []
-        used = filled = 0
-        for offset, nbytes in read.pieces:
-            if offset is None:
-                views.append(unlisted[used : used + nbytes])
-                used += nbytes
-                continue
-            start = offset - read.slab_begin
-            if start > filled:
-                buffer[filled:start] = _ZEROS[: start - filled]
-            filled = start + nbytes
-            views.append(buffer[start:filled])
-        length = read.slab_end - read.slab_begin
-        if length > filled:
-            buffer[filled:length] = _ZEROS[: length - filled]
-        return views
 
-    def write(self, read: Read) -> None:
-        """Starts the copy; the buffer stays untouched until it is done."""
-        length = read.slab_end - read.slab_begin
-        if not length:
-            return
-        driver, index = self._driver, self._next
-        address = self._slab + read.slab_begin
-        cuda.check(driver.cuMemcpyHtoDAsync(address, self._ring[index], length, self._stream), "cuMemcpyHtoDAsync")
-        cuda.check(driver.cuEventRecord(self._events[index], self._stream), "cuEventRecord")
-        self._next = (index + 1) % len(self._ring)
+def _packs(copies: list[Copy]) -> Iterator[list[Copy]]:
+    """The copies one by one, except for many tiny ones side by side in the slab, which come together."""
+    pack: list[Copy] = []
+    for copy in copies:
+        tiny = copy.rows == 1 and copy.cast is None and copy.width <= _TINY
+        if pack and not (tiny and _is_next(pack, copy)):
+            yield from _enough(pack)
+            pack = []
+        if tiny:
+            pack.append(copy)
+        else:
+            yield [copy]
+    yield from _enough(pack)
+
+
+def _is_next(pack: list[Copy], copy: Copy) -> bool:
+    gap = copy.offset - (pack[-1].offset + pack[-1].width)
+    # Only over what no tensor has: the bytes between two pieces of one tensor may come from elsewhere.
+    return 0 <= gap <= pack[-1].gap and copy.offset + copy.width - pack[0].offset <= BLOCK_BYTES
+
+
+def _enough(pack: list[Copy]) -> Iterator[list[Copy]]:
+    if len(pack) >= _PACK_FROM:
+        yield pack
+    else:
+        yield from ([copy] for copy in pack)

@@ -1,60 +1,92 @@
-"""The loader process: one model from disk to one device, published, done. Whatever ends it early leaves nothing behind.
+"""The loader process: one model from disk to the devices of all its ranks, published, done.
 
-The service hands it one socket. The first message on it is the job, everything after that goes the other way:
+Whatever ends it early leaves nothing behind. The service hands it one socket. The first message on it is the job,
+everything after that goes the other way:
 
-    {"job": {"model", "checkpoint", "device", "socket"}}     what to load, and the worker's socket
-    {"plan": {"nbytes", "bytes_to_read", "tensors"}}         the checkpoint is valid and its size is known
-    {"progress": {"bytes_done"}}                             bytes read so far
-    {"done": {"generation", "nbytes", "bytes_read", "seconds"}}
-    {"failed": {"error": {...}}}                             an error as on every socket of weightcached
+    {"job": {"model", "checkpoint", "targets": [{"device", "socket"}],    what to load, and the workers' sockets, in the
+             "parallel": {...}, "rules", "dtype", "staging"}}             order of the ranks; see `Job`
+    {"plan": {"nbytes": [], "bytes_to_read", "tensors": []}}              the checkpoint is valid, the ranks' sizes
+    {"progress": {"bytes_done"}}                                          bytes read so far
+    {"done": {"shards": [{"device", "generation", "nbytes"}], "bytes_read", "seconds"}}
+    {"failed": {"error": {...}}}                                          an error as on every socket of weightcached
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import gc
 import logging
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import xxhash
+from typing import Any, NamedTuple
 
 from ..checkpoint.fileset import Checkpoint, open_checkpoint
-from ..devices import is_host
 from ..errors import ConnectionLost, ProtocolError, WeightCacheError, to_wire
-from ..fds import OwnedFd, raise_descriptor_limit
+from ..fds import raise_descriptor_limit
+from ..parallel.ranks import Parallel
+from ..parallel.slices import ShardSlices, plan_slices
 from ..probe import PROBE_SECONDS
-from ..shard.host import HostSlab
-from ..shard.key import ShardKey
 from ..shard.manifest import ManifestHead, SlabEntry, TensorTable, write_manifest
 from ..wire import framing
 from ..wire.connection import Connection
 from ..wire.messages import Publish, Reserve
+from .cast import require_torch
+from .keys import keys_of
 from .pipeline import LoadResult
-from .pipeline import run as run_pipeline
-from .plan import LoadPlan, plan_load
-from .sink import HostSink, Sink
-
-if TYPE_CHECKING:
-    from ..shard.cuda import CudaSlab
+from .plan import SlabPlan, plan_load
+from .readers import Readers, reader_count
+from .sink import STAGING_BYTES
+from .slabs import Devices, Filled, fill_slabs
 
 PROGRESS_SECONDS = 0.25
-PUBLISH_TIMEOUT = 60.0
+RESERVE_SECONDS = PROBE_SECONDS + 10  # a worker asks a probe what its device has left
+PUBLISH_SECONDS = 60.0
 _log = logging.getLogger(__name__)
+
+
+class Target(NamedTuple):
+    """Where one rank goes: its device, and the path of that device's worker's socket."""
+
+    device: str
+    socket: str
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the service asks for. `socket` is the path of the worker's socket."""
+    """What the service asks for. `targets` are in the order of `parallel`'s ranks, all GPUs or all host devices.
+
+    `rules` and `dtype` as `plan_slices` takes them. `staging`: bytes of host memory to read into.
+    """
 
     model: str
     checkpoint: str
-    device: str
-    socket: str
+    targets: tuple[Target, ...]
+    parallel: Parallel = field(default_factory=Parallel)
+    rules: tuple[str, ...] = ()
+    dtype: str | None = None
+    staging: int = STAGING_BYTES
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> Job:
+        """`ProtocolError` for a job that this version does not understand."""
+        try:
+            job = dict(message["job"])
+            job["targets"] = tuple(Target(**target) for target in job["targets"])
+            if "parallel" in job:
+                parallel = dict(job["parallel"])
+                if isinstance(parallel.get("layers"), list):
+                    parallel["layers"] = tuple(parallel["layers"])
+                job["parallel"] = Parallel(**parallel)
+            job["rules"] = tuple(job.get("rules", ()))
+            made = cls(**job)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(problem=f"the service sent a job that is not readable: {error!r}") from error
+        if len(made.targets) != made.parallel.world:
+            raise ProtocolError(problem=f"a job of {made.parallel.world} ranks with {len(made.targets)} targets")
+        return made
 
 
 def run(device: str, model: str, channel_fd: int) -> int:
@@ -62,9 +94,10 @@ def run(device: str, model: str, channel_fd: int) -> int:
 
     `device` and `model` are in the job too; as arguments they make the process readable in a process list.
 
-    SIGTERM and SIGKILL simply end the process: everything it holds are descriptors and a CUDA context.
+    SIGTERM and SIGKILL simply end the process: everything it holds are descriptors and CUDA contexts.
     """
     raise_descriptor_limit()
+    gc.disable()  # a load makes hundreds of thousands of objects and no garbage to speak of, and the process is short
     with socket.socket(fileno=channel_fd) as channel:
         report = Report(channel)
         try:
@@ -89,7 +122,7 @@ class Report:
         if received is None:
             raise ProtocolError(problem="the service closed the channel before it sent a job")
         received[1].close()
-        return Job(**framing.decode(received[0])["job"])
+        return Job.from_message(framing.decode(received[0]))
 
     def send(self, what: str, content: dict[str, Any]) -> None:
         try:
@@ -98,7 +131,7 @@ class Report:
             raise ConnectionLost(path="the service", problem=f"no longer there: {error.strerror}") from error
 
     def progress(self, bytes_done: int) -> None:
-        """Passes on four a second. The pipeline calls it from one thread at a time."""
+        """Passes one on every `PROGRESS_SECONDS`, drops the others."""
         now = time.monotonic()
         if now - self._last >= PROGRESS_SECONDS:
             self._last = now
@@ -106,72 +139,80 @@ class Report:
 
 
 def load(job: Job, report: Report) -> None:
-    """Validates, reserves, reads, publishes. Every error leaves the device as it was."""
-    with open_checkpoint(job.checkpoint) as checkpoint:
+    """Validates, reserves, reads, publishes. Every error before the first publish leaves the devices as they were."""
+    if job.dtype is not None:
+        require_torch()  # before anything is read
+    with contextlib.ExitStack() as stack:
+        devices = stack.enter_context(Devices([target.device for target in job.targets]))
+        checkpoint = stack.enter_context(open_checkpoint(job.checkpoint))
         for name in checkpoint.ignored:
             _log.info("%s: %s is not part of the checkpoint and is ignored", job.model, name)
-        plan = plan_load(checkpoint)
-        report.send("plan", {"nbytes": plan.nbytes, "bytes_to_read": checkpoint.nbytes, "tensors": len(plan.entries)})
-        with Connection.open(Path(job.socket), device=job.device, client="loader") as worker:
-            reply, fds = worker.request(Reserve(model=job.model, nbytes=plan.nbytes), timeout=PROBE_SECONDS + 10)
+        tensors = list(checkpoint.tensors())
+        shards = plan_slices(tensors, checkpoint.config, job.parallel, rules=job.rules, dtype=job.dtype)
+        plan = plan_load(checkpoint, [shard.slices for shard in shards])
+        report.send(
+            "plan",
+            {
+                "nbytes": [slab.nbytes for slab in plan.slabs],
+                "bytes_to_read": plan.file_bytes,
+                "tensors": [len(slab.entries) for slab in plan.slabs],
+            },
+        )
+        # Started now, so that they are ready when the workers have answered and the devices are set up.
+        readers = stack.enter_context(Readers(reader_count(plan.task_count)))
+        workers = []
+        generations = []
+        for target, slab in zip(job.targets, plan.slabs, strict=True):
+            worker = stack.enter_context(Connection.open(Path(target.socket), device=target.device, client="loader"))
+            reply, fds = worker.request(Reserve(model=job.model, nbytes=slab.nbytes), timeout=RESERVE_SECONDS)
             fds.close()
-            slab, result = _fill(job, plan, checkpoint, report)
-            with slab:
-                head = _head(job, reply["generation"], plan, checkpoint, result)
-                with write_manifest(head, TensorTable(plan.entries)) as manifest:
-                    _, fds = worker.request(Publish(), [manifest.fileno(), slab.fileno()], timeout=PUBLISH_TIMEOUT)
-                    fds.close()
+            workers.append(worker)
+            generations.append(reply["generation"])
+        filled, result = fill_slabs(plan, checkpoint, devices, job.staging, readers, report.progress)
+        for part in filled:
+            stack.enter_context(part.fd)
+        heads = _heads(job, generations, plan.slabs, checkpoint, shards, result)
+        for worker, head, shard, slab, part in zip(workers, heads, shards, plan.slabs, filled, strict=True):
+            _publish(worker, head, TensorTable(slab.entries, shard.aliases), part)
         report.send(
             "done",
             {
-                "generation": head.generation,
-                "nbytes": head.nbytes,
+                "shards": [
+                    {"device": head.device, "generation": head.generation, "nbytes": head.nbytes} for head in heads
+                ],
                 "bytes_read": result.bytes_read,
                 "seconds": result.seconds,
             },
         )
 
 
-def _fill(job: Job, plan: LoadPlan, checkpoint: Checkpoint, report: Report) -> tuple[OwnedFd, LoadResult]:
-    """A sealed slab with the checkpoint's bytes, which the caller owns, and what was read."""
-    slab: HostSlab | CudaSlab
-    sink: Sink
-    if is_host(job.device):
-        slab = HostSlab(plan.nbytes)
-        sink = HostSink(slab)
-    else:
-        from ..shard.cuda import CudaSlab, ordinal_of
-        from .cuda_sink import CudaSink
-
-        slab = CudaSlab.create(ordinal_of(job.device), plan.nbytes)
-        sink = CudaSink(slab)
-    with contextlib.closing(slab):
-        result = run_pipeline(plan, checkpoint, sink, progress=report.progress)
-        return slab.seal(), result
+def _publish(worker: Connection, head: ManifestHead, table: TensorTable, part: Filled) -> None:
+    with write_manifest(head, table, part.checksums) as manifest:
+        _, fds = worker.request(Publish(), [manifest.fileno(), part.fd.fileno()], timeout=PUBLISH_SECONDS)
+        fds.close()
 
 
-def _head(job: Job, generation: int, plan: LoadPlan, checkpoint: Checkpoint, result: LoadResult) -> ManifestHead:
-    quantization = checkpoint.quantization
-    key = ShardKey(
-        content=result.content,
-        architecture=checkpoint.architecture,
-        dtype=checkpoint.dtype,
-        quantization=str(quantization.get("quant_method", "unnamed")) if quantization else None,
-        quantization_digest=_digest_of(quantization) if quantization else None,
-    )
-    return ManifestHead(
-        model=job.model,
-        generation=generation,
-        device=job.device,
-        key=key,
-        slabs=(SlabEntry(plan.nbytes),),
-        tensor_count=len(plan.entries),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        files=result.files,
-        attributes={"checkpoint": str(checkpoint.path)},
-    )
-
-
-def _digest_of(config: dict[str, Any]) -> str:
-    """A digest of a JSON object's content, whatever the order of its keys."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(config, sort_keys=True).encode())
+def _heads(
+    job: Job,
+    generations: list[int],
+    slabs: tuple[SlabPlan, ...],
+    checkpoint: Checkpoint,
+    shards: tuple[ShardSlices, ...],
+    result: LoadResult,
+) -> list[ManifestHead]:
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    keys = keys_of(checkpoint, job.parallel, shards, result.content, rules=job.rules, dtype=job.dtype)
+    return [
+        ManifestHead(
+            model=job.model,
+            generation=generation,
+            device=target.device,
+            key=key,
+            slabs=(SlabEntry(slab.nbytes),),
+            tensor_count=len(slab.entries),
+            created=created,
+            files=result.files,
+            attributes={"checkpoint": str(checkpoint.path)},
+        )
+        for target, generation, key, slab in zip(job.targets, generations, keys, slabs, strict=True)
+    ]

@@ -1,44 +1,64 @@
-"""Where the pipeline puts what it reads: a host slab directly, or a CUDA slab through pinned memory (`cuda_sink`)."""
+"""Where the bytes go that the readers read: host slabs directly, or CUDA slabs through pinned memory (`cuda_sink`).
+
+A slab is zeros at first, so only bytes of the checkpoint are written: gaps, tails and tensors that a rank holds as
+zeros cost nothing. A sink is used by one thread.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from .plan import Read
+from ..checkpoint.digest import BLOCK_BYTES
+from .cast import cast_rows
+from .plan import Copy
+from .reader_process import MAX_PIECES
+from .readers import Place, Region
+from .ring import Ring
 
 if TYPE_CHECKING:
     from ..shard.host import HostSlab
 
+STAGING_BYTES = 256 << 20
+MIN_STAGING_BYTES = 2 * BLOCK_BYTES
+BUFFERS = 2  # per reader: one that it fills, one that the device copies from; more take longer to pin than they save
 
-class Writer(Protocol):
-    """One thread's way into the slab. `place` and `write` are called in turn, for one read after the other."""
 
-    def place(self, read: Read, unlisted: memoryview) -> list[memoryview]:
-        """Memory for each piece of the read, in order; what is only hashed goes to `unlisted`, piece after piece.
+class Placed(NamedTuple):
+    """Memory for one block: a buffer of the ring, taken until the copies are made even where it is not needed,
+    `places` in the block's order, and the copies that are left to be made when the places are filled."""
 
-        May wait for memory. What it returns stays unchanged until the next `place`.
-        """
-        ...
-
-    def write(self, read: Read) -> None:
-        """The memory that `place` gave is filled now; brings it to the slab, at once or by `Sink.finish`."""
-        ...
+    buffer: int
+    places: tuple[Place, ...]
+    left: tuple[Copy, ...]
 
 
 class Sink(Protocol):
-    """Fills a slab from several threads. The slab stays the caller's, to be sealed or closed after `close`."""
+    """Fills slabs. The slabs stay the caller's, to be sealed or closed after `close`."""
 
-    def start(self, threads: int, reads: int) -> None:
-        """Gets ready for `threads` writers, which will do `reads` reads together."""
+    def regions(self) -> list[Region]:
+        """The memory that readers map; `Place.region` counts in it. In use until the readers have ended."""
         ...
 
-    def writer(self) -> AbstractContextManager[Writer]:
-        """A writer for the thread that enters it. At most as many as `start` announced."""
+    def start(self, readers: int) -> None:
+        """Gets ready for so many readers; called once, before the first `place`."""
+        ...
+
+    def place(self, nbytes: int, copies: Sequence[Copy], *, wait: bool) -> Placed | None:
+        """Memory for a block of `nbytes` bytes (`BLOCK_BYTES` at most). None: there is none now.
+
+        With `wait` it waits for a buffer that the device is copying from, if there is one. A buffer is best filled by
+        the same reader each time: in another process its pages are new.
+        """
+        ...
+
+    def write(self, placed: Placed) -> None:
+        """The places are filled now; makes the copies that are left, at once or by `finish`."""
         ...
 
     def finish(self) -> None:
-        """Returns when every byte is in the slab. All writers have been left."""
+        """Returns when every byte is in the slabs."""
         ...
 
     def close(self) -> None:
@@ -47,34 +67,72 @@ class Sink(Protocol):
 
 
 class HostSink:
-    """Reads go straight into the slab's memory: no copy, and the gaps stay the zeros that a new memfd holds."""
+    """Fills host slabs. What goes whole to one place is read into the slab itself; the rest is copied from the ring."""
 
-    def __init__(self, slab: HostSlab) -> None:
-        self._view = slab.view
+    def __init__(self, slabs: Sequence[HostSlab], staging: int = STAGING_BYTES) -> None:
+        self._slabs = list(slabs)
+        self._ring = Ring(max(staging, MIN_STAGING_BYTES) // BLOCK_BYTES)
+        self._ready: deque[int] = deque()
 
-    def start(self, threads: int, reads: int) -> None:
-        """Nothing to prepare: any number of threads may write to disjoint parts of the slab."""
+    def regions(self) -> list[Region]:
+        slabs = [Region(slab.fileno(), slab.nbytes) for slab in self._slabs]
+        return [Region(self._ring.fd.fileno(), self._ring.nbytes), *slabs]
 
-    def writer(self) -> AbstractContextManager[HostSink]:
-        return nullcontext(self)
+    def start(self, readers: int) -> None:
+        self._ready.extend(range(min(BUFFERS * readers, self._ring.count)))
 
-    def place(self, read: Read, unlisted: memoryview) -> list[memoryview]:
-        views = []
-        used = 0
-        for offset, nbytes in read.pieces:
-            if offset is None:
-                views.append(unlisted[used : used + nbytes])
-                used += nbytes
-            else:
-                views.append(self._view[offset : offset + nbytes])
-        return views
+    def place(self, nbytes: int, copies: Sequence[Copy], *, wait: bool) -> Placed | None:
+        if not self._ready:
+            return None
+        buffer = self._ready.popleft()
+        base = buffer * BLOCK_BYTES
+        alone = _alone(copies)
+        if 2 * len(alone) + 1 > MAX_PIECES:  # with the gaps around them
+            alone = []
+        places = []
+        position = 0
+        for copy in alone:
+            if copy.start > position:
+                places.append(Place(0, base + position, copy.start - position))
+            places.append(Place(1 + copy.slab, copy.offset, copy.width))
+            position = copy.start + copy.width
+        if position < nbytes:
+            places.append(Place(0, base + position, nbytes - position))
+        direct = set(map(id, alone))
+        return Placed(buffer, tuple(places), tuple(copy for copy in copies if id(copy) not in direct))
 
-    def write(self, read: Read) -> None:
-        """The bytes already lie in the slab."""
+    def write(self, placed: Placed) -> None:
+        with self._ring.view(placed.buffer) as block:
+            for copy in placed.left:
+                self._copy(copy, block)
+        self._ready.append(placed.buffer)
 
     def finish(self) -> None:
-        """The bytes already lie in the slab."""
+        """The bytes already lie in the slabs."""
 
     def close(self) -> None:
-        """Lets go of the slab's memory, so that the slab can be sealed."""
-        self._view = memoryview(b"")
+        self._ring.close()
+
+    def _copy(self, copy: Copy, block: memoryview) -> None:
+        slab = self._slabs[copy.slab].view
+        if copy.cast is not None:
+            with slab[copy.offset :] as out:
+                cast_rows(copy, block, out, copy.slab_pitch or copy.in_slab(copy.width))
+            return
+        for row in range(copy.rows):
+            offset, start = copy.offset + row * copy.slab_pitch, copy.start + row * copy.pitch
+            slab[offset : offset + copy.width] = block[start : start + copy.width]
+
+
+def _alone(copies: Sequence[Copy]) -> list[Copy]:
+    """The copies of one row whose bytes no other copy wants, in the order of the block."""
+    ordered = sorted(copies, key=lambda copy: copy.start)
+    found = []
+    reached = 0  # end of the bytes that copies before this one want
+    for index, copy in enumerate(ordered):
+        end = copy.start + (copy.rows - 1) * copy.pitch + copy.width
+        apart = index + 1 == len(ordered) or ordered[index + 1].start >= end
+        if copy.rows == 1 and copy.cast is None and copy.start >= reached and apart:
+            found.append(copy)
+        reached = max(reached, end)
+    return found

@@ -8,11 +8,11 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..errors import NoSuchDevice, NoSuchModel, WeightCacheError
+from ..errors import ModelInUse, ModelNotLoaded, NoSuchDevice, NoSuchModel, WeightCacheError
 from ..fds import FdSet
 from ..paths import socket_path
 from ..wire.connection import Connection
-from ..wire.messages import SERVICE_OPS, Evict, Load, Reload, Request, Status, Stop, Subscribe
+from ..wire.messages import SERVICE_OPS, Evict, Load, Reload, Request, Status, Stop, Subscribe, Verify
 from ..wire.server import Server, ServerConnection
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ class Control:
                 return {}
             case Evict():
                 connection.reply_later(self._evict(request))
+            case Verify():
+                connection.reply_later(self._verify(request))
             case Subscribe():
                 connection.hold()
                 self._subscribers.add(connection)
@@ -86,25 +88,63 @@ class Control:
         return {**common, **answer}
 
     async def _evict(self, request: Evict) -> dict[str, Any]:
-        """Evicts on one device or on all. The workers decide; only then is a load of the model called off."""
+        """Evicts on one device or on all. The workers decide; only then is a load of the model called off.
+
+        A model of several ranks that is in use on one device is refused before it is dropped from another.
+        """
         service = self._service
-        if request.device and request.device not in service.workers:
-            raise NoSuchDevice(device=request.device, known=sorted(service.workers))
-        names = [request.device] if request.device else list(service.workers)
+        names = self._devices_meant(request)
+        holding = [name for name in names if service.vault.find(name, request.model)]
+        if len(holding) > 1 and not request.force:
+            await self._refuse_used(holding, request.model)
         evicted = await self._evict_on(names, request)
         model = service.models.get(request.model)
         called_off = False
-        if model is not None and model.device in names and model.state in ("queued", "loading"):
+        if model is not None and set(model.devices) & set(names) and model.state in ("queued", "loading"):
             called_off = True
             await service.loads.call_off(model)
             evicted += await self._evict_on(names, request)  # it may have been published in the meantime
         if not evicted and not called_off:
-            raise NoSuchModel(
-                model=request.model,
-                device=request.device or f"weightcached@{service.instance}",
-                known=sorted({shard.model for name in names for shard in service.vault.of_device(name)}),
-            )
+            raise self._not_cached(request)
         return {"evicted": evicted, "called_off": called_off}
+
+    async def _verify(self, request: Verify) -> dict[str, Any]:
+        """A result for each shard of the model, see `Verifications.verify`."""
+        service = self._service
+        held = [shard for name in self._devices_meant(request) for shard in service.vault.of_device(name)]
+        shards = [shard for shard in held if shard.model == request.model]
+        if not shards:
+            raise self._not_cached(request)
+        return {"model": request.model, "results": await service.verifications.verify(shards)}
+
+    def _devices_meant(self, request: Evict | Verify) -> list[str]:
+        devices = list(self._service.workers)
+        if request.device is None:
+            return devices
+        if request.device not in devices:
+            raise NoSuchDevice(device=request.device, known=sorted(devices))
+        return [request.device]
+
+    def _not_cached(self, request: Evict | Verify) -> NoSuchModel:
+        service = self._service
+        model = service.models.get(request.model)
+        if model is not None and not any(service.vault.find(name, request.model) for name in service.workers):
+            return ModelNotLoaded(model=request.model, device=", ".join(model.devices))
+        held = [shard for name in self._devices_meant(request) for shard in service.vault.of_device(name)]
+        return NoSuchModel(
+            model=request.model,
+            device=request.device or f"weightcached@{service.instance}",
+            known=sorted({shard.model for shard in held}),
+        )
+
+    async def _refuse_used(self, devices: list[str], model: str) -> None:
+        """`ModelInUse` for the first of the devices on which somebody has the model attached."""
+        for device in devices:
+            status = await _ask(device, Status())
+            for shard in status["shards"]:
+                if shard["model"] == model and shard["state"] == "cached" and shard["leases"]:
+                    holders = [f"pid {lease['pid']} ({lease['command']})" for lease in shard["leases"]]
+                    raise ModelInUse(model=model, device=device, holders=holders)
 
     async def _evict_on(self, devices: list[str], request: Evict) -> list[dict[str, Any]]:
         evicted = []

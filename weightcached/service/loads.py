@@ -1,4 +1,4 @@
-"""The queue of loads and the loader process of the one in progress.
+"""The queue of loads and the loader process of the one in progress, which feeds all ranks of its model.
 
 One load at a time bounds host memory and gives the disk to one reader. A loader that makes no progress for
 STALL_SECONDS is ended: a disk that hangs must not hold up the models behind it for ever.
@@ -13,6 +13,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from ..errors import ConnectionLost, ProtocolError, ServiceNotRunning, WeightCacheError, from_wire
@@ -29,10 +30,14 @@ _log = logging.getLogger(__name__)
 
 
 class Loads:
-    """Loads queued models one after the other. `changed(model)` is called at each change of a model's state."""
+    """Loads queued models one after the other. `changed(model)` is called at each change of a model's state.
 
-    def __init__(self, changed: Callable[[Model], None]) -> None:
+    `staging()`, asked for each loader: bytes of host memory that it may pass the checkpoint through.
+    """
+
+    def __init__(self, changed: Callable[[Model], None], staging: Callable[[], int]) -> None:
         self._changed = changed
+        self._staging = staging
         self._queue: collections.deque[Model] = collections.deque()
         self._current: LoaderProcess | None = None
         self._again: Model | None = None
@@ -43,14 +48,15 @@ class Loads:
         return self._current is None and not self._queue
 
     def add(self, model: Model) -> None:
-        """Queues a model. Does nothing if it is queued already, or loading from the checkpoint that its config names.
+        """Queues a model. Does nothing if it is queued already, or loading as its config says.
 
-        A load from another checkpoint, which the config named before, is called off and begun anew.
+        A load that its config does not mean any more, from another checkpoint or for other ranks, is called off and
+        begun anew.
         """
         if model.state == "queued":
             return
         if model.state == "loading":
-            if self._current is not None and self._current.checkpoint != model.config.checkpoint:
+            if self._current is not None and self._current.spec != model.spec:
                 self._current.call_off()
                 self._again = model
             return
@@ -84,7 +90,7 @@ class Loads:
         for attempt in range(1, TRIES + 1):
             model.begin()
             self._changed(model)
-            self._current = LoaderProcess(model, self._changed)
+            self._current = LoaderProcess(model, self._staging(), self._changed)
             try:
                 error = await self._current.run()
             except OSError as failure:  # no descriptor or no process to be had: what is cached must outlive that
@@ -98,7 +104,7 @@ class Loads:
             _log.warning("%s: %s; loading it again", model.name, error)
         if error is not None:
             model.fail(error)
-            _log.error("%s", model.load_failed(error))
+            _log.error("%s", model.load_failed(model.error or error))
         elif model.state == "loading":
             # Published models were marked by the worker's word; what is left here was called off.
             model.called_off()
@@ -109,11 +115,12 @@ class Loads:
 
 
 class LoaderProcess:
-    """One loader from start to exit; see `loader.process` for what it says."""
+    """One loader, which feeds all ranks of a model, from start to exit; see `loader.process` for what it says."""
 
-    def __init__(self, model: Model, changed: Callable[[Model], None]) -> None:
+    def __init__(self, model: Model, staging: int, changed: Callable[[Model], None]) -> None:
         self.model = model
-        self.checkpoint = model.config.checkpoint
+        self.spec = model.spec  # its config may change meanwhile
+        self._staging = staging
         self._changed = changed
         self._process: asyncio.subprocess.Process | None = None
         self._ended = asyncio.Event()
@@ -128,17 +135,11 @@ class LoaderProcess:
         channel = Stream(ours, self, trusted=True)
         try:
             with theirs:
-                arguments = ["loader", self.model.device, self.model.name]
+                arguments = ["loader", ",".join(self.spec.devices), self.model.name]
                 self._process = await spawn_role(arguments, {"--channel-fd": theirs.fileno()})
             if self._called_off:  # while it was being started
                 self._kill()
-            job = {
-                "model": self.model.name,
-                "checkpoint": str(self.checkpoint),
-                "device": self.model.device,
-                "socket": str(socket_path(self.model.device)),
-            }
-            channel.send({"job": job})
+            channel.send({"job": self._job()})
             self._watch()
             code = await self._process.wait()
             await self._ended.wait()  # what it said last is read before its exit is judged
@@ -155,6 +156,18 @@ class LoaderProcess:
             return self.model.load_failed(f"the loader ended by {describe_exit(code)} before it was done")
         return self._error
 
+    def _job(self) -> dict[str, Any]:
+        spec = self.spec
+        return {
+            "model": self.model.name,
+            "checkpoint": str(spec.checkpoint),
+            "targets": [{"device": device, "socket": str(socket_path(device))} for device in spec.devices],
+            "parallel": asdict(spec.parallel),
+            "rules": list(spec.rules),
+            "dtype": None if spec.dtype == "checkpoint" else spec.dtype,
+            "staging": self._staging,
+        }
+
     def call_off(self) -> None:
         """Ends the loader with SIGKILL: all it holds are descriptors. `run` returns when nothing of it is left."""
         self._called_off = True
@@ -170,9 +183,10 @@ class LoaderProcess:
             message = decode(data)
         self._watch()
         match message:
-            case {"plan": {"nbytes": int(nbytes), "bytes_to_read": int(to_read)}}:
+            case {"plan": {"nbytes": list(sizes), "bytes_to_read": int(to_read)}}:
                 self.model.bytes_to_read = to_read
-                _log.info("%s: %d bytes to %s", self.model.name, nbytes, self.model.device)
+                for device, nbytes in zip(self.spec.devices, sizes, strict=True):
+                    _log.info("%s: %d bytes to %s", self.model.name, nbytes, device)
             case {"progress": {"bytes_done": int(done)}}:
                 self.model.bytes_done = done
             case {"done": {"seconds": float(seconds), "bytes_read": int(nbytes)} as done}:

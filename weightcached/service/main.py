@@ -4,6 +4,7 @@
     workers       one process per device, each kept running
     loads         the queue of models and the loader process of the current one
     vault         copies of every published shard's descriptors
+    verifications processes that compare what is cached with its checksums, on request
     control       the socket of weightcachectl
     notifier      what systemd is told
 
@@ -16,6 +17,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,10 @@ from ..errors import (
     CheckpointError,
     ConfigError,
     DeviceError,
+    MissingDependency,
     NoSuchDevice,
     NoSuchModel,
+    SliceError,
     WeightCacheError,
 )
 from ..fds import raise_descriptor_limit
@@ -42,10 +46,12 @@ from .models import Model
 from .notify import Notifier
 from .reload import read_changes
 from .vault import Vault
+from .verify import Verifications
 from .workers import WorkerProcess
 
 WORKER_START_SECONDS = 60.0
 EXTEND_SECONDS = 10.0  # between two extensions of systemd's start timeout while models are loading
+_SAME_NEXT_TIME = (CheckpointError, SliceError, MissingDependency)  # files, the config's sizes, what is installed
 _log = logging.getLogger(__name__)
 
 
@@ -101,7 +107,8 @@ class Service:
         self.ready = False
         self.models: dict[str, Model] = {}
         self.vault = Vault()
-        self.loads = Loads(self._model_changed)
+        self.loads = Loads(self._model_changed, lambda: self.config.staging_memory)
+        self.verifications = Verifications()
         self.workers = {
             device.name: WorkerProcess(
                 device.name,
@@ -166,7 +173,8 @@ class Service:
             loading = await asyncio.to_thread(changes.models_to_load)
             self.config = changes.config
             self._set_models(changes.config)
-            self._load([self.models[name] for name in loading])
+            # One that began meanwhile may be loading what the file meant before; `Loads` knows.
+            self._load([item for item in self.models.values() if item.name in loading or item.state == "loading"])
         restart = [
             name
             for name in ("devices", "memory_limit", "ready")
@@ -174,7 +182,7 @@ class Service:
         ]
         for setting in restart:
             _log.warning("reload: %s changed; it takes effect at the next restart", setting)
-        configured = {(model.device, model.name) for model in self.models.values()}
+        configured = {(device, model.name) for model in self.models.values() for device in model.devices}
         left = [
             {"model": shard.model, "device": shard.device}
             for name in self.workers
@@ -187,20 +195,20 @@ class Service:
 
     def model_wanted(self, device: str, model: str) -> None:
         state = self.models.get(model)
-        if state is not None and state.device == device and state.state == "absent":
+        if state is not None and device in state.devices and state.state == "absent":
             self._load([state])
 
     def shard_held(self, device: str, model: str, generation: int) -> None:
         shard = self.vault.find(device, model)
         state = self.models.get(model)
-        if state is not None and state.device == device and shard is not None:
-            state.published(shard.generation, shard.nbytes)  # the newest, whichever was published last
+        if state is not None and device in state.devices and shard is not None:
+            state.published(device, shard.generation, shard.nbytes)  # the newest, whichever was published last
             self._model_changed(state)
 
     def shard_dropped(self, device: str, model: str, generation: int) -> None:
         state = self.models.get(model)
-        if state is not None and state.device == device and state.generation == generation:
-            state.gone()
+        if state is not None and state.generation_on(device) == generation:
+            state.gone(device)
             self._model_changed(state)
 
     # Internals.
@@ -210,14 +218,13 @@ class Service:
         names = list(self.workers)
         previous, self.models = self.models, {}
         for item in config.models:
-            device = item.device_for(names)
-            model = previous.get(item.name)
-            if model is None or model.device != device:
-                model = Model(item, device)
-                if shard := self.vault.find(device, item.name):
-                    model.published(shard.generation, shard.nbytes)
-            model.config = item
-            self.models[item.name] = model
+            devices = item.devices_for(names)
+            model = self.models[item.name] = previous.get(item.name) or Model(item, devices)
+            model.configure(item, devices)
+            if item.name not in previous:
+                for device in devices:
+                    if shard := self.vault.find(device, item.name):
+                        model.published(device, shard.generation, shard.nbytes)
         self._tell_workers()
 
     def _load(self, models: list[Model]) -> None:
@@ -225,22 +232,22 @@ class Service:
             self.loads.add(model)
 
     def _model_changed(self, model: Model) -> None:
-        self._tell_workers(model.device)
+        self._tell_workers(model.devices)
         self._control.announce({"what": "model", **model.describe()})
         self._state_changed.set()
         self._show_status()
 
-    def _tell_workers(self, device: str | None = None) -> None:
-        for name, worker in self.workers.items():
-            if device in (None, name):
-                here = {model.name: model.for_worker() for model in self.models.values() if model.device == name}
-                worker.tell_models(here)
+    def _tell_workers(self, devices: Iterable[str] | None = None) -> None:
+        """Tells the workers of `devices`, or all, what becomes of the models that have a rank on theirs."""
+        for name in self.workers if devices is None else devices:
+            here = {model.name: model.for_worker() for model in self.models.values() if name in model.devices}
+            self.workers[name].tell_models(here)
 
     def _show_status(self) -> None:
         loading = [model.sentence() for model in self.models.values() if model.state == "loading"]
-        cached = [model for model in self.models.values() if model.generation is not None]
+        cached = [model for model in self.models.values() if model.complete]
         failed = [model.name for model in self.models.values() if model.error is not None]
-        nbytes = sum(model.nbytes or 0 for model in cached)
+        nbytes = sum(model.nbytes for model in cached)
         names = ", ".join(model.name for model in cached) or "nothing yet"
         parts = [*loading, f"serving {names} ({len(cached)} of {len(self.models)} models, {nbytes / 1e9:.1f} GB)"]
         if failed:
@@ -255,12 +262,12 @@ class Service:
         self.ready = True
         self._notifier.ready("ready")
         self._show_status()
-        names = [f"{model.name} on {model.device}" for model in self.models.values() if model.generation is not None]
+        names = [f"{model.name} on {', '.join(model.devices)}" for model in self.models.values() if model.complete]
         _log.info(
             "ready: weightcached %s, instance %s, serving %s",
             __version__,
             self.instance,
-            ", ".join(names) or "no model yet",
+            "; ".join(names) or "no model yet",
         )
 
     async def _start(self) -> None:
@@ -293,8 +300,8 @@ class Service:
             await self._state_changed.wait()
 
     def _start_failure(self, model: Model, error: WeightCacheError) -> WeightCacheError:
-        if isinstance(error, CheckpointError) and not isinstance(error, CheckpointChanged):
-            # Another start would most likely find the same files: exit 78, so that systemd does not try again.
+        if isinstance(error, _SAME_NEXT_TIME) and not isinstance(error, CheckpointChanged):
+            # Another start would most likely find the same: exit 78, so that systemd does not try again.
             return ConfigError(file=str(self.config.file), problem=f"model {model.name}: {error}")
         return model.load_failed(error)
 
@@ -336,5 +343,6 @@ class Service:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.verifications.stop()
         await asyncio.gather(*(worker.stop() for worker in self.workers.values()))
         self.vault.close()

@@ -9,7 +9,7 @@ from ..checkpoint.fileset import open_checkpoint
 from ..config import Config, load_config
 from ..errors import CheckpointError, ConfigError
 from ..shard.manifest import SourceFile, parse_head, read_documents
-from .models import Model
+from .models import LoadSpec, Model
 from .vault import Vault
 
 
@@ -34,19 +34,19 @@ def read_changes(old: Config, models: dict[str, Model], vault: Vault, devices: l
     new = load_config(old.file)
     load, unsure = [], []
     for item in new.models:
-        device = item.device_for(devices)
+        where = item.devices_for(devices)
         model = models.get(item.name)
-        shard = vault.find(device, item.name)
-        moved = model is None or model.config.checkpoint != item.checkpoint
-        if shard is None:
-            # Named by an operator who asks for a reload: a load that failed before is tried again.
-            if item.preload or (moved and model is not None and model.state == "loading"):
+        if model is None or model.spec != LoadSpec.of(item, where):
+            # What is cached under the name must not stay in the place of what the file means now.
+            held = any(vault.find(device, item.name) for device in (*where, *(model.devices if model else ())))
+            if item.preload or held or (model is not None and model.state == "loading"):
                 load.append(item.name)
-        elif moved:
-            load.append(item.name)
-        else:
-            head = parse_head(read_documents(shard.descriptors[0].fileno())[0])
-            unsure.append((item.name, item.checkpoint, head.files))
+        elif model.complete and model.error is None:
+            shards = [shard for device in where if (shard := vault.find(device, item.name))]
+            read_from = {parse_head(read_documents(shard.descriptors[0].fileno())[0]).files for shard in shards}
+            unsure += [(item.name, item.checkpoint, files) for files in read_from]
+        elif item.preload or model.complete:
+            load.append(item.name)  # an operator asks for a reload: what failed before is tried again
     return Changes(new, load, unsure)
 
 

@@ -106,6 +106,11 @@ class PrimaryContext:
         self.device = check(cuda.cuDeviceGet(ordinal), "cuDeviceGet")
         self._held = [check(cuda.cuDevicePrimaryCtxRetain(self.device), "cuDevicePrimaryCtxRetain")]
 
+    @property
+    def handle(self) -> int:
+        """The context's address: equal for all holders in this process of one device's context."""
+        return int(self._held[0])
+
     @contextmanager
     def current(self) -> Iterator[None]:
         """The context is current in this thread inside the `with` block; afterwards, what was current before."""
@@ -115,6 +120,10 @@ class PrimaryContext:
             yield
         finally:
             check(cuda.cuCtxPopCurrent(), "cuCtxPopCurrent")
+
+    def set_current(self) -> None:
+        """Makes the context current in this thread in place of the one that is, inside of some `current` block."""
+        check(driver().cuCtxSetCurrent(self._held[0]), "cuCtxSetCurrent")
 
     def synchronize(self) -> None:
         """Waits until the device has done all work of this process. `DeviceError` if any of it failed."""

@@ -29,6 +29,10 @@ class HostSlab:
             raise DeviceError(device="host", problem=problem) from error
         self.view = memoryview(self._map) if self._map is not None else memoryview(bytearray())
 
+    def fileno(self) -> int:
+        """The memfd's descriptor, the slab's own, for processes that help to fill it; gone before `seal`."""
+        return self._fd.fileno()
+
     def seal(self) -> OwnedFd:
         """Unmaps, seals against every change (memfd_create(2)) and gives the descriptor to the caller."""
         self._unmap()

@@ -14,14 +14,16 @@ class ShardKey:
 
     `content` is the digest of every byte of the checkpoint. `layout` is "checkpoint" for names and bytes as on disk, or
     an engine's own tag for weights it has processed. `dtype` is the torch name of the element type that holds most of
-    the floating-point bytes. `layers` is the range [first, last) of this pipeline stage, None for all.
-    `compute_capability` and `backends` are set by engine layouts only.
+    the floating-point bytes, `cast` the one that the weights were cast to while loading, None for as they are on disk.
+    `layers` is the range [first, last) of this pipeline stage, None for all. `rules` is a digest of the config's own
+    rules for cutting, None without any. `compute_capability` and `backends` are set by engine layouts only.
     """
 
     content: str
     layout: str = "checkpoint"
     architecture: str | None = None
     dtype: str | None = None
+    cast: str | None = None
     quantization: str | None = None
     quantization_digest: str | None = None
     tensor_parallel_size: int = 1
@@ -32,6 +34,7 @@ class ShardKey:
     expert_parallel_size: int = 1
     expert_parallel_rank: int = 0
     expert_placement: str | None = None
+    rules: str | None = None
     data_parallel_size: int = 1
     data_parallel_rank: int = 0
     revision: str | None = None

@@ -1,7 +1,8 @@
-"""The manifest: what a shard's slabs hold, as a sealed memfd of two JSON documents.
+"""The manifest: what a shard's slabs hold, as a sealed memfd of two or three JSON documents, one a line.
 
-    line 1   the head: key, model, generation, device, slabs, source files; small, read by everyone
-    rest     the table: one entry per tensor, aliases; parsed only when a tensor is first asked for
+    head        key, model, generation, device, slabs, source files; small, read by everyone
+    table       one entry per tensor, aliases; parsed only when a tensor is first asked for
+    checksums   one per tensor; read by who verifies the slabs, and left out by publishers that computed none
 
 Plain dataclasses, so that an engine which attaches pays for neither pydantic nor a table it does not read yet. The
 worker validates a publisher's manifest with pydantic over the same classes (`wire.validate`); both sides apply
@@ -14,6 +15,7 @@ import gc
 import json
 import mmap
 import os
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -23,10 +25,15 @@ from ..memfd import require_seals, sealed_memfd
 from .dtypes import DTYPES
 from .key import FORMAT_VERSION, ShardKey
 
-SCHEMA = 1
+SCHEMA = 2
 ALIGNMENT = 256  # bytes; a device allocator's usual alignment, enough for every view(dtype) and for TMA
 MAX_SLABS = 252  # one message carries 253 descriptors (SCM_MAX_FD of the kernel), one of them the manifest
-MAX_MANIFEST_BYTES = 32 << 20  # some 350,000 tensors; a worker takes over a second to check so many
+MAX_MANIFEST_BYTES = 32 << 20  # some 300,000 tensors; a worker takes over a second to check so many
+XXH3_64 = "xxh3-64"  # of host slabs, see `checksum`
+MIX64_SUM = "mix64-sum"  # of GPU slabs, see `cuda_checksum`
+CHECKSUM_ALGORITHMS = (XXH3_64, MIX64_SUM)
+_CHECKSUM = re.compile("[0-9a-f]{16}")
+_WINDOW = 256 << 10  # bytes of the manifest that are searched for a line end at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +115,21 @@ class TensorTable:
     aliases: dict[str, str] = field(default_factory=dict)
 
 
-def write_manifest(head: ManifestHead, table: TensorTable) -> OwnedFd:
-    """A sealed memfd with both documents; the caller owns it. `ManifestError` if nobody would read one so large."""
-    text = json.dumps(asdict(head), separators=(",", ":")) + "\n"
+@dataclass(frozen=True, slots=True)
+class Checksums:
+    """Of each tensor's bytes, in the table's order, as 16 hexadecimal digits. `algorithm` is a CHECKSUM_ALGORITHMS."""
+
+    algorithm: str
+    values: tuple[str, ...]
+
+
+def write_manifest(head: ManifestHead, table: TensorTable, checksums: Checksums | None = None) -> OwnedFd:
+    """A sealed memfd with the documents; the caller owns it. `ManifestError` if nobody would read one so large."""
     rows = [_without_defaults(entry) for entry in table.tensors]
-    text += json.dumps({"tensors": rows, "aliases": table.aliases}, separators=(",", ":"))
+    documents = [asdict(head), {"tensors": rows, "aliases": table.aliases}]
+    text = "".join(json.dumps(document, separators=(",", ":")) + "\n" for document in documents)
+    if checksums is not None:
+        text += json.dumps(asdict(checksums), separators=(",", ":"))
     if len(text) > MAX_MANIFEST_BYTES:  # ASCII: json escapes the rest
         raise ManifestError(problem=f"{len(text)} bytes, at most {MAX_MANIFEST_BYTES} are read")
     return sealed_memfd("weightcached-manifest", text.encode())
@@ -123,15 +140,56 @@ def read_documents(fd: int) -> tuple[bytes, memoryview]:
 
     `ManifestError` for a memfd that can still change (it could shrink under the mapping) or is too large.
     """
+    mapped, head_end, table_end = _map_documents(fd)
+    return mapped[:head_end], memoryview(mapped)[head_end + 1 : table_end]
+
+
+def read_checksums(fd: int) -> Checksums | None:
+    """The checksums, None where none are recorded; still to be checked with `check_checksums`.
+
+    `ManifestError` as from `read_documents`, and for a third document of another form.
+    """
+    mapped, _, table_end = _map_documents(fd)
+    document = mapped[table_end + 1 :]
+    if not document:
+        return None
+    try:
+        data = json.loads(document)
+        checksums = Checksums(data["algorithm"], tuple(data["values"]))
+        if checksums.algorithm not in CHECKSUM_ALGORITHMS:
+            raise ValueError(f"algorithm {checksums.algorithm!r}, this version knows {', '.join(CHECKSUM_ALGORITHMS)}")
+        if wrong := [value for value in checksums.values if not _CHECKSUM.fullmatch(value)]:
+            raise ValueError(f"{wrong[0]!r} is no checksum of 16 hexadecimal digits")
+        return checksums
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ManifestError(problem=f"checksums are not readable: {error!r}") from error
+
+
+def check_checksums(table: TensorTable, checksums: Checksums) -> None:
+    """`ManifestError` unless there is one checksum for each tensor."""
+    if len(checksums.values) != len(table.tensors):
+        raise ManifestError(problem=f"{len(checksums.values)} checksums of {len(table.tensors)} tensors")
+
+
+def _map_documents(fd: int) -> tuple[mmap.mmap, int, int]:
+    """The whole memfd, and where the lines of head and table end."""
     require_seals(fd, "manifest")
     size = os.fstat(fd).st_size
     if size > MAX_MANIFEST_BYTES:
         raise ManifestError(problem=f"{size} bytes, at most {MAX_MANIFEST_BYTES} are read")
-    mapped = mmap.mmap(fd, size, prot=mmap.PROT_READ) if size else None
-    end = mapped.find(b"\n") if mapped is not None else -1
-    if mapped is None or end < 0:
+    # Private: older kernels, such as 5.15, refuse even a read-only shared mapping of a memfd sealed against writing.
+    mapped = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) if size else None
+    head_end = mapped.find(b"\n") if mapped is not None else -1
+    if mapped is None or head_end < 0:
         raise ManifestError(problem="no line end after the head")
-    return mapped[:end], memoryview(mapped)[end + 1 :]
+    # From the end, since who attaches must not pay for a search through the table.
+    end = size
+    while end > head_end + 1:
+        start = max(head_end + 1, end - _WINDOW)
+        if (found := mapped[start:end].rfind(b"\n")) >= 0:
+            return mapped, head_end, start + found
+        end = start
+    return mapped, head_end, size  # as schema 1 ended, which the head will say
 
 
 def parse_head(document: bytes) -> ManifestHead:

@@ -6,7 +6,7 @@ cost more than the whole attach. The receiving side of a request validates it wi
 it is made.
 
     a worker    hello, attach, publish, reserve, status, evict, subscribe
-    a service   hello, status, load, evict, reload, subscribe, stop
+    a service   hello, status, load, evict, verify, reload, subscribe, stop
 
 A reply is ``{"ok": {...}}`` or ``{"error": {...}}`` (`errors.to_wire`). Subscribers and waiting clients also get
 ``{"event": {...}}``. Unknown fields of a reply are ignored, unknown fields of a request are refused.
@@ -84,6 +84,18 @@ class Load:
 
 
 @dataclass(slots=True)
+class Verify:
+    """Compares a model's resident bytes with its manifests' checksums; the reply comes when all are compared.
+
+    `device` None: on every device of the service that has the model.
+    """
+
+    model: str
+    device: str | None = None
+    op: Literal["verify"] = "verify"
+
+
+@dataclass(slots=True)
 class Reload:
     """Reads the config file again and loads what is new or changed."""
 
@@ -102,9 +114,9 @@ class Stop:
     op: Literal["stop"] = "stop"
 
 
-Request = Hello | Attach | Reserve | Publish | Status | Evict | Load | Reload | Subscribe | Stop
+Request = Hello | Attach | Reserve | Publish | Status | Evict | Load | Verify | Reload | Subscribe | Stop
 WORKER_OPS = frozenset({"hello", "attach", "reserve", "publish", "status", "evict", "subscribe"})
-SERVICE_OPS = frozenset({"hello", "status", "load", "evict", "reload", "subscribe", "stop"})
+SERVICE_OPS = frozenset({"hello", "status", "load", "evict", "verify", "reload", "subscribe", "stop"})
 
 
 def request_to_json(request: Request) -> dict[str, Any]:

@@ -36,7 +36,10 @@ def parse_request(data: bytes) -> messages.Request:
 
 
 def parse_manifest(fd: int) -> tuple[manifest.ManifestHead, manifest.TensorTable]:
-    """Head and table of a publisher's manifest, every field and every range checked. `ManifestError` otherwise."""
+    """Head and table of a publisher's manifest, every field and every range checked, and its checksums' form.
+
+    `ManifestError` otherwise.
+    """
     head_json, table_json = manifest.read_documents(fd)
     try:
         head = _HEAD.validate_json(head_json)
@@ -49,6 +52,9 @@ def parse_manifest(fd: int) -> tuple[manifest.ManifestHead, manifest.TensorTable
     if any(slab.nbytes < 0 for slab in head.slabs):
         raise ManifestError(problem="a slab of negative length")
     manifest.check_table(head, table)
+    checksums = manifest.read_checksums(fd)
+    if checksums is not None:
+        manifest.check_checksums(table, checksums)
     return head, table
 
 
