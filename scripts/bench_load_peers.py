@@ -7,6 +7,7 @@ The function that `load` returns gives the tensors by name, one dict for each ra
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -30,15 +31,14 @@ class Job:
 
 
 def weightcached(job: Job, held: ExitStack) -> Load:
-    """Our loader without the service around it, from opening the files to full slabs. The start of its reader processes
-    is within the clock, and comes as early as in the loader."""
-    return _weightcached(job, held, started=False)
-
-
-def weightcached_started(job: Job, held: ExitStack) -> Load:
-    """The same with its readers started before the clock: in the loader they start while CUDA gets its context, which
-    is not within the clock either."""
+    """Our loader without the service around it, from opening the files to full slabs. Its reader processes run already:
+    in the loader they start while CUDA makes its context, which is not within anybody's clock."""
     return _weightcached(job, held, started=True)
+
+
+def weightcached_starting(job: Job, held: ExitStack) -> Load:
+    """The same with the start of its readers within the clock, as early as it can be."""
+    return _weightcached(job, held, started=False)
 
 
 def _weightcached(job: Job, held: ExitStack, *, started: bool) -> Load:
@@ -59,6 +59,8 @@ def _weightcached(job: Job, held: ExitStack, *, started: bool) -> Load:
 
         driver()
     early = held.enter_context(Readers(reader_count(MAX_READERS))) if started else None
+
+    gc.disable()  # as the loader process does
 
     def load() -> Callable[[], Shards]:
         checkpoint = held.enter_context(open_checkpoint(job.folder))
@@ -256,10 +258,10 @@ class Peer:
 
 
 OURS = "weightcached"
-OURS_STARTED = "weightcached-started"
+OURS_STARTING = "weightcached-starting"
 PEERS = {
     OURS: Peer(weightcached, "weightcached"),
-    OURS_STARTED: Peer(weightcached_started, "weightcached"),
+    OURS_STARTING: Peer(weightcached_starting, "weightcached"),
     "safetensors": Peer(safetensors, "safetensors"),
     "prefetch": Peer(prefetch, "safetensors", gpu_only=True),
     "prefetch-serial": Peer(prefetch_serial, "safetensors", gpu_only=True, caches=("hot",)),
@@ -274,4 +276,4 @@ PEERS = {
         runai, "runai_model_streamer", caches=("hot",), environ={"RUNAI_STREAMER_FS_STRATEGY": "sync_buffered"}
     ),
 }
-SLICERS = {OURS: PEERS[OURS], OURS_STARTED: PEERS[OURS_STARTED], "get_slice": Peer(get_slice, "safetensors")}
+SLICERS = {OURS: PEERS[OURS], OURS_STARTING: PEERS[OURS_STARTING], "get_slice": Peer(get_slice, "safetensors")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from bench_load_peers import OURS, OURS_STARTED
+from bench_load_peers import OURS, OURS_STARTING
 from bench_load_rounds import Case, Record
 
 from weightcached.cli.output import emit, print_table
@@ -65,7 +65,7 @@ def goals(results: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
     found = []
     for ours in (row for row in results if row["loader"] == OURS):
         rate = ours["gb_per_second"]["median"]
-        others = [row for row in results if row["case"] == ours["case"] and row["loader"] not in (OURS, OURS_STARTED)]
+        others = [row for row in results if row["case"] == ours["case"] and row["loader"] not in (OURS, OURS_STARTING)]
         if others:
             best = max(others, key=lambda row: row["gb_per_second"]["median"])
             ratio = rate / best["gb_per_second"]["median"]

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench_common import BenchError
 from bench_load_cache import make_cold, make_hot
-from bench_load_peers import OURS, OURS_STARTED, PEERS, SLICERS, Peer
+from bench_load_peers import OURS, OURS_STARTING, PEERS, SLICERS, Peer
 from bench_load_processes import Child, Missing, uninterrupted
 
 CHECKERS = 3  # processes that load and compare at once, in the round that is not timed
@@ -122,7 +122,7 @@ class Rounds:
         if f"{case.name}: {name}" in self.record.failed or name in self.record.missing:
             return False
         taken = self.record.samples.get(case.name, {}).get(name, [])
-        if name not in (OURS, OURS_STARTED) and taken and taken[-1]["seconds"] > self._slow:
+        if name not in (OURS, OURS_STARTING) and taken and taken[-1]["seconds"] > self._slow:
             text = f"{case.name}: {name} was measured once: it took more than {self._slow:g} s"
             if text not in self.record.notes:
                 self.record.note(text)

@@ -211,13 +211,8 @@ def test_what_o_direct_may_be_used_for(path: Path, monkeypatch: pytest.MonkeyPat
         framing.Frame({"files": [str(path)]}, [file.fileno()]).send(ours)
         framing.Frame({"start": True}).send(ours)
         found = []
-        two = [(0, 0, 4096), (0, 8192, 4096)]
-        for offset, pieces in (
-            (4096, [(0, 8192, 9000)]),
-            (4096, [(0, 8193, 9000)]),
-            (4097, [(0, 8192, 9000)]),
-            (4096, two),
-        ):
+        one, odd, two = [(0, 8192, 9000)], [(0, 8193, 9000)], [(0, 0, 4096), (0, 8192, 4096)]
+        for offset, pieces in ((4096, one), (4096, odd), (4097, one), (4096, two)):
             ours.send(TASK.pack(0, 0, offset) + b"".join(PIECE.pack(*piece) for piece in pieces))
             DONE.unpack(ours.recv(100))
             found.append(set(promised))

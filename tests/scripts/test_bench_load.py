@@ -275,7 +275,7 @@ def loaded(modules: Any, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("rank", [0, 3, None])
-@pytest.mark.parametrize("loader", ["weightcached", "weightcached-started", "get_slice"])
+@pytest.mark.parametrize("loader", ["weightcached", "weightcached-starting", "get_slice"])
 def test_slices_are_what_plain_cuts_give(loader: str, rank: int | None, modules: Any, tmp_path: Path) -> None:
     """Of 4 ranks, one or all: our slabs and `get_slice` hold what a plain cut of the files gives."""
     pytest.importorskip("torch")

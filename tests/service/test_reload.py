@@ -116,6 +116,22 @@ def test_another_checkpoint_during_a_load_is_the_one_that_is_served(
     service.stop()
 
 
+def test_a_forgotten_model_is_not_loaded(start_service: StartService, checkpoint: Path, llama: Llama) -> None:
+    """A model that is taken out of the file while it loads, or waits for that, is neither loaded nor left behind."""
+    listening = 'ready = "listening"\n' + HOST
+    service = start_service(listening + model("first", checkpoint) + model("second", llama[0]))
+    loader = process_of_role(service, "loader")
+    os.kill(loader, signal.SIGSTOP)
+    service.ready()
+    service.config.write_text(listening + model("other", checkpoint))
+    answer = json.loads(service.ctl("reload", "--json"))
+    assert (answer["loading"], answer["left"]) == (["other"], [])
+    wait_for_end(loader)
+    service.ctl("wait", "other", "--timeout", "30")
+    assert [shard["model"] for shard in service.status()["devices"][0]["shards"]] == ["other"]
+    service.stop()
+
+
 def test_a_restart_stays_due(start_service: StartService, checkpoint: Path) -> None:
     """A setting that only a restart applies is named by every reload until then."""
     service = start_service(HOST + model("small", checkpoint)).ready()

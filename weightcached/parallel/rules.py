@@ -154,9 +154,7 @@ def _regex(token: str) -> str:
 
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a component of digits
-_SPELLED_NUMBER = re.compile(
-    r"(?<![^.{,*}])\d+(?![^.},*{])"
-)  # in a pattern, what may be such a component or part of one
+_SPELLED_NUMBER = re.compile(r"(?<![^.{,*}])\d+(?![^.},*{])")  # in a pattern: all or part of one
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -38,7 +38,7 @@ KV_SCALES = frozenset({"k_scale", "v_scale", "q_scale", "kv_scale"})
 
 
 class Axis(NamedTuple):
-    """A dimension of a tensor on which each entry stands for `per` elements of a side, the last one perhaps for fewer."""
+    """A dimension of a tensor on which each entry stands for `per` elements of a side, the last perhaps for fewer."""
 
     dim: int
     per: int = 1

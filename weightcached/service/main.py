@@ -162,19 +162,24 @@ class Service:
         return model
 
     async def reload(self) -> dict[str, Any]:
-        """Reads the config again and loads what is new or changed. `ConfigError` changes nothing.
+        """Reads the config again, loads what is new or changed, and calls off loads of models that are in it no more.
 
-        Returns {"loading": names of models queued, "left": copies that no model of the config stands for any more,
-        which stay cached until they are evicted, "restart": settings that only a restart applies}.
+        `ConfigError` changes nothing. Returns {"loading": names of models queued, "left": copies that no model of the
+        config stands for any more, which stay cached until they are evicted, "restart": settings that only a restart
+        applies}.
         """
         async with self._reloading:
             changes = read_changes(self.config, self.models, self.vault, list(self.workers))
             # Reading headers may take long, or hang with its disk: not on the loop.
             loading = await asyncio.to_thread(changes.models_to_load)
             self.config = changes.config
+            before = list(self.models.values())
             self._set_models(changes.config)
             # One that began meanwhile may be loading what the file meant before; `Loads` knows.
             self._load([item for item in self.models.values() if item.name in loading or item.state == "loading"])
+            for model in before:
+                if model.name not in self.models:
+                    await self.loads.call_off(model)
         restart = [
             name
             for name in ("devices", "memory_limit", "ready")
