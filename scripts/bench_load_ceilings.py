@@ -2,11 +2,13 @@
 
     hot      preadv from page cache by number of threads, into buffers of 4 MiB (pinned on a GPU)
     copy     pinned memory to the device, by number of streams
-    both     each thread reads a buffer and has it copied while it reads the next; and that with xxh3-128 of each buffer
+    both     preadv from page cache by number of processes, and copies to the device at the same time: each one's rate;
+             and the same with xxh3-128 of each buffer
     cold     preadv with O_DIRECT, and through an empty page cache, by number of threads
     set-up   seconds to take the device memory and 256 MiB of pinned memory, which a loader's time includes
 
-Memory is taken before the clock starts. The argument is one JSON object; prints one.
+Processes and not threads read while something is copied, as our loader does it: threads of one Python would wait for
+each other. Memory is taken before the clock starts. The argument is one JSON object; prints one.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ import ctypes
 import json
 import mmap
 import os
-import queue
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +40,8 @@ STAGING = 256 << 20
 class Host:
     """Reading alone: buffers are ordinary memory, at page boundaries as O_DIRECT wants it."""
 
-    def lanes(self, count: int, copy: bool) -> list[Lane]:
-        return [Lane([memoryview(mmap.mmap(-1, BUFFER)) for _ in range(RING)]) for _ in range(count)]
-
-
-class Lane:
-    """The ring of buffers of one thread. `send` starts the copy of one to the device, `wait` is until it is done."""
-
-    def __init__(self, buffers: list[memoryview]) -> None:
-        self.buffers = buffers
-
-    def wait(self, slot: int) -> None:
-        """The buffer is free at once: nothing is copied."""
-
-    def send(self, slot: int, offset: int) -> None:
-        """Nothing is copied."""
+    def rings(self, count: int) -> list[list[memoryview]]:
+        return [_ring() for _ in range(count)]
 
 
 class Gpu:
@@ -71,9 +61,8 @@ class Gpu:
         self.parts = torch.empty(STAGING, dtype=torch.uint8, pin_memory=True).split(BUFFER)
         self.take_pinned = time.perf_counter() - started
 
-    def lanes(self, count: int, copy: bool) -> list[Lane]:
-        rings = [self.parts[number * RING : (number + 1) * RING] for number in range(count)]
-        return [GpuLane(self, ring) if copy else Lane([_view(part) for part in ring]) for ring in rings]
+    def rings(self, count: int) -> list[list[memoryview]]:
+        return [[_view(part) for part in self.parts[number * RING : (number + 1) * RING]] for number in range(count)]
 
     def copy_seconds(self, streams: int, nbytes: int) -> float:
         """Seconds to copy `nbytes` from the pinned buffers, in turn on each stream."""
@@ -87,27 +76,18 @@ class Gpu:
         torch.cuda.synchronize()
         return time.perf_counter() - started
 
-    def synchronize(self) -> None:
-        self.torch.cuda.synchronize()
+    def copy_while(self, going_on: Callable[[], bool]) -> float:
+        """Bytes a second copied from the pinned buffers as long as `going_on`, a GiB at a time."""
+        copied, started = 0, time.perf_counter()
+        while going_on():
+            nbytes = min(len(self.destination), 1 << 30)
+            self.copy_seconds(1, nbytes)
+            copied += nbytes // BUFFER * BUFFER
+        return copied / (time.perf_counter() - started)
 
 
-class GpuLane(Lane):
-    """Copies on a stream of its own."""
-
-    def __init__(self, gpu: Gpu, ring: Any) -> None:
-        super().__init__([_view(part) for part in ring])
-        self._gpu = gpu
-        self._ring = ring
-        self._stream = gpu.torch.cuda.Stream()
-        self._events = [gpu.torch.cuda.Event(blocking=True) for _ in ring]
-
-    def wait(self, slot: int) -> None:
-        self._events[slot].synchronize()  # at once if it was never recorded
-
-    def send(self, slot: int, offset: int) -> None:
-        with self._gpu.torch.cuda.stream(self._stream):
-            self._gpu.destination[offset : offset + BUFFER].copy_(self._ring[slot], non_blocking=True)
-            self._events[slot].record()
+def _ring() -> list[memoryview]:
+    return [memoryview(mmap.mmap(-1, BUFFER)) for _ in range(RING)]
 
 
 def _view(part: Any) -> memoryview:
@@ -122,45 +102,82 @@ def read_rate(
     direct: bool = False,
     limit: int | None = None,
     skip: int = 0,
-    copy: bool = False,
-    digest: bool = False,
 ) -> float:
-    """Bytes a second of `threads` threads that read the files' whole buffers, from byte `skip` on and `limit` at most.
-
-    `copy`: each buffer goes to the device too. `digest`: xxh3-128 of each is computed while it is hot.
-    """
-    lanes = memory.lanes(threads, copy)
-    fds = [os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0)) for path in files]
-    try:
-        places = [(fd, at) for fd in fds for at in range(0, os.fstat(fd).st_size - BUFFER + 1, BUFFER)]
-        places = places[skip // BUFFER :][: None if limit is None else limit // BUFFER]
+    """Bytes a second of `threads` threads that read the files' whole buffers, from byte `skip`, `limit` at most."""
+    with ExitStack() as stack:
+        places = _places(files, stack, direct)[skip // BUFFER :][: None if limit is None else limit // BUFFER]
         if not places:
             raise BenchError("the files are too small to measure a ceiling with them")
-        work: queue.SimpleQueue[tuple[int, tuple[int, int]] | None] = queue.SimpleQueue()
-        for item in [*enumerate(places), *[None] * threads]:
-            work.put(item)
-
-        def run(lane: Lane) -> None:
-            turn = 0
-            while found := work.get():
-                index, (fd, offset) = found
-                lane.wait(turn)
-                if os.preadv(fd, [lane.buffers[turn]], offset) != BUFFER:
-                    raise BenchError(f"a read at byte {offset} was short")
-                if digest:
-                    xxhash.xxh3_128_digest(lane.buffers[turn])
-                lane.send(turn, index * BUFFER)
-                turn = (turn + 1) % RING
-
+        work = iter(places)  # of a list, so its next is taken by one thread at a time
+        rings = memory.rings(threads)
         started = time.perf_counter()
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(run, lanes))
-        if isinstance(memory, Gpu):
-            memory.synchronize()
+            list(pool.map(lambda ring: _read(work, ring, digest=False), rings))
         return len(places) * BUFFER / (time.perf_counter() - started)
-    finally:
-        for fd in fds:
-            os.close(fd)
+
+
+def _places(files: list[Path], stack: ExitStack, direct: bool = False) -> list[tuple[int, int]]:
+    """Descriptor, closed with the stack, and offset of every whole buffer."""
+    places = []
+    for path in files:
+        fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+        stack.callback(os.close, fd)
+        places += [(fd, at) for at in range(0, os.fstat(fd).st_size - BUFFER + 1, BUFFER)]
+    return places
+
+
+def _read(work: Iterator[tuple[int, int]], ring: list[memoryview], *, digest: bool) -> int:
+    """Reads buffer after buffer; returns the bytes."""
+    done = 0
+    for fd, offset in work:
+        buffer = ring[done // BUFFER % RING]
+        if os.preadv(fd, [buffer], offset) != BUFFER:
+            raise BenchError(f"a read at byte {offset} was short")
+        if digest:
+            xxhash.xxh3_128_digest(buffer)
+        done += BUFFER
+    return done
+
+
+def read_by_processes(files: list[Path], count: int, gpu: Gpu, *, digest: bool) -> tuple[float, float]:
+    """Bytes a second that `count` processes read, and that are copied to the device meanwhile."""
+    with ExitStack() as stack:
+        children = []
+        for number in range(count):
+            job = {"read": [str(path) for path in files], "number": number, "count": count, "digest": digest}
+            command = [sys.executable, __file__, json.dumps(job)]
+            child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            children.append(stack.enter_context(child))
+        for child in children:
+            _line(child)
+        started = time.perf_counter()
+        for child in children:
+            assert child.stdin is not None
+            child.stdin.write("go\n")
+            child.stdin.flush()
+        with ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(lambda: [int(_line(child)) for child in children])
+            copied = gpu.copy_while(lambda: not answers.done())
+            nbytes = sum(answers.result())
+        return nbytes / (time.perf_counter() - started), copied
+
+
+def _line(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    if not line:
+        raise BenchError("a reading process ended before it was done")
+    return line
+
+
+def _read_share(job: dict[str, Any]) -> None:
+    """A reading process: says that it is ready, waits for a line, reads its share, prints the bytes."""
+    ring = _ring()
+    with ExitStack() as stack:
+        places = _places([Path(path) for path in job["read"]], stack)[job["number"] :: job["count"]]
+        print("ready", flush=True)
+        sys.stdin.readline()
+        print(_read(iter(places), ring, digest=job["digest"]), flush=True)
 
 
 def measure(files: list[Path], device: str, cold: bool) -> tuple[list[dict[str, Any]], list[str]]:
@@ -184,11 +201,12 @@ def measure(files: list[Path], device: str, cold: bool) -> tuple[list[dict[str, 
         for streams in (1, 2):
             memory.copy_seconds(streams, BUFFER)
             add("copy", "pinned memory to the device, streams", streams, nbytes / memory.copy_seconds(streams, nbytes))
-        for count in counts[-2:]:
-            add("both", "preadv and copy", count, read_rate(files, count, memory, copy=True))
-        for count in counts[-2:]:
-            rate = read_rate(files, count, memory, copy=True, digest=True)
-            add("digest", "preadv, xxh3-128 and copy", count, rate)
+        for count in sorted({max(1, cores * 3 // 4), counts[-1]}):
+            for digest in (False, True):
+                read, copied = read_by_processes(files, count, memory, digest=digest)
+                what = "preadv and xxh3-128" if digest else "preadv"
+                add("both", f"{what} by processes, while copying", count, read)
+                add("both copy", "pinned memory to the device, meanwhile", 1, copied)
         notes.append(
             f"set-up: {memory.take_device * 1e3:.1f} ms for {whole} bytes of device memory, "
             f"{memory.take_pinned * 1e3:.1f} ms for {STAGING} bytes of pinned memory"
@@ -219,6 +237,9 @@ def _cold(files: list[Path], memory: Host | Gpu, counts: list[int], add: Callabl
 
 def main() -> int:
     job = json.loads(sys.argv[1])
+    if "read" in job:
+        _read_share(job)
+        return 0
     try:
         rows, notes = measure([Path(path) for path in job["files"]], job["device"], job["cold"])
     except (BenchError, OSError) as error:

@@ -50,12 +50,14 @@ def rows(
 
 
 def ceiling_of(case: Case, ceilings: list[dict[str, Any]]) -> float | None:
-    """GB/s: hot, reading and copying at once (reading alone without a GPU); cold, the best reading from the disk."""
-    kinds: tuple[str, ...] = ("direct", "cold")
-    if case.cache == "hot":
-        kinds = ("both",) if any(row["kind"] == "both" for row in ceilings) else ("hot",)
-    rates = [row["bytes_per_second"] / GB for row in ceilings if row["kind"] in kinds]
-    return max(rates, default=None)
+    """GB/s: hot, the slower of reading and of copying to a GPU, each at its best; cold, reading from the disk."""
+
+    def best(*kinds: str) -> float | None:
+        return max((row["bytes_per_second"] / GB for row in ceilings if row["kind"] in kinds), default=None)
+
+    if case.cache != "hot":
+        return best("direct", "cold")
+    return min((rate for rate in (best("hot", "both"), best("copy")) if rate is not None), default=None)
 
 
 def goals(results: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ def probe_devices(names: Sequence[str] | None) -> list[Device]:
     """
     if names is not None and all(map(is_host, names)):
         return find_devices(list(names))
-    command = [sys.executable, "-m", "weightcached", "probe", *(names or ())]
+    command = [sys.executable, "-P", "-m", "weightcached", "probe", *(names or ())]
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     except OSError as error:

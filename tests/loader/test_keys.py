@@ -36,7 +36,7 @@ def keys(
     parallel = parallel or Parallel()
     with open_checkpoint(path) as checkpoint:
         shards = plan_slices(list(checkpoint.tensors()), checkpoint.config, parallel, rules=rules, dtype=dtype)
-        return keys_of(checkpoint, parallel, shards, "content", rules=rules, dtype=dtype)
+        return keys_of(checkpoint, parallel, shards, "content", dtype=dtype)
 
 
 def moe(folder: Path, make_checkpoint: MakeCheckpoint) -> Path:

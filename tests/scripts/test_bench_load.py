@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -289,6 +290,29 @@ def test_slices_are_what_plain_cuts_give(loader: str, rank: int | None, modules:
 
     share = compared / sum(map(os.path.getsize, files))
     assert share == pytest.approx(1.0 if rank is None else 0.25, rel=0.03)  # norms are on every rank
+
+
+def test_processes_read_every_buffer_once(tmp_path: Path) -> None:
+    """The ceiling by processes: their shares together are all whole buffers, while something is copied."""
+    ceilings = modules("bench_load_ceilings")
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(5 * ceilings.BUFFER + 1))
+
+    class Copies:
+        """Stands for the GPU: how long it would have copied."""
+
+        def copy_while(self, going_on: Any) -> float:
+            self.seen = going_on()
+            while going_on():
+                os.sched_yield()
+            return 1.0
+
+    copies = Copies()
+    started = time.perf_counter()
+    rate, copied = ceilings.read_by_processes([file], 2, copies, digest=True)
+
+    assert rate * (time.perf_counter() - started) >= 5 * ceilings.BUFFER > rate * 0
+    assert (copied, copies.seen) == (1.0, True)
 
 
 def test_the_check_takes_what_is_right(loaded: Any) -> None:

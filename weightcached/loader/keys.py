@@ -24,12 +24,11 @@ def keys_of(
     shards: Sequence[ShardSlices],
     content: str,
     *,
-    rules: Sequence[str] = (),
     dtype: str | None = None,
 ) -> list[ShardKey]:
-    """The key of each rank's shard. `content` is the digest of the files, `rules` and `dtype` are the config's own.
+    """The key of each rank's shard. `content` is the digest of the files, `dtype` what the config casts to.
 
-    The key's `dtype` is that after the cast. Rules matter to a model of several ranks alone, and only there count.
+    The key's own `dtype` is that after the cast. Rules matter to a model of several ranks alone, and only there count.
     """
     cast_to = {piece.name: piece.dtype for shard in shards for piece in shard.slices}
     held = main_dtype((cast_to.get(tensor.name, tensor.dtype), tensor.nbytes) for tensor in checkpoint.tensors())
@@ -50,7 +49,7 @@ def keys_of(
             expert_parallel_size=rank.moe_size if parallel.expert else 1,
             expert_parallel_rank=rank.moe_rank if parallel.expert else 0,
             expert_placement=parallel.placement if parallel.expert else None,
-            rules=_digest_of(list(rules)) if rules and parallel.world > 1 else None,
+            rules=_digest_of(list(shard.rules)) if shard.rules and parallel.world > 1 else None,
             data_parallel_size=parallel.data,
             data_parallel_rank=rank.data,
         )

@@ -201,7 +201,7 @@ def _heads(
     result: LoadResult,
 ) -> list[ManifestHead]:
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    keys = keys_of(checkpoint, job.parallel, shards, result.content, rules=job.rules, dtype=job.dtype)
+    keys = keys_of(checkpoint, job.parallel, shards, result.content, dtype=job.dtype)
     return [
         ManifestHead(
             model=job.model,

@@ -81,7 +81,7 @@ class Readers:
             self._numbers[ours.fileno()] = len(self._channels)
             self._channels.append(ours)
             debug = ["--debug"] if _log.isEnabledFor(logging.DEBUG) else []
-            arguments = [sys.executable, "-m", f"{__package__}.reader_process", *debug, str(theirs.fileno())]
+            arguments = [sys.executable, "-P", "-m", f"{__package__}.reader_process", *debug, str(theirs.fileno())]
             self._processes.append(subprocess.Popen(arguments, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL))
         self._poll.register(ours, select.POLLIN)
 

@@ -58,13 +58,15 @@ class ShardSlices:
     """What one rank holds: `slices` in the order of the checkpoint's tensors.
 
     `aliases`: names that have the bytes of another one. `layers`: the range [first, last) of its pipeline stage, None
-    without pipeline. `skipped`: tensors that no rank holds.
+    without pipeline. `skipped`: tensors that no rank holds. `rules`: by which it was cut, as text, where they are not
+    this version's own: the config's, or those of a borrowed plan.
     """
 
     slices: tuple[Slice, ...]
     aliases: dict[str, str] = field(default_factory=dict)
     layers: tuple[int, int] | None = None
     skipped: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
 
 
 def plan_slices(
@@ -83,13 +85,13 @@ def plan_slices(
     layers that cannot be, `CheckpointError` when the head is missing and is not tied to the embedding.
     """
     try:
-        family = _find_family(tensors, config, parallel, rules)
+        family, others = _find_family(tensors, config, parallel, rules)
         casts = Casts(dtype, family.uncast)
     except ValueError as problem:
         raise SliceError(problem=str(problem)) from None
     model = Model(tensors, config, family, casts)
     try:
-        return _shards(model, parallel)
+        return tuple(replace(shard, rules=others) for shard in _shards(model, parallel))
     except Refused as refused:
         largest = _largest_tensor_parallel(model, parallel)
         raise CannotCut(parameter=refused.parameter, problem=refused.problem, largest=largest) from None
@@ -97,8 +99,11 @@ def plan_slices(
 
 def _find_family(
     tensors: Sequence[TensorRange], config: dict[str, Any], parallel: Parallel, rules: Sequence[str]
-) -> Family:
-    """The family with the user's rules before its own; `UnknownArchitecture` when something has to be cut by none."""
+) -> tuple[Family, tuple[str, ...]]:
+    """The family with the user's rules before its own, and those of its rules that are not this version's, as text.
+
+    `UnknownArchitecture` when something has to be cut by none.
+    """
     names = [tensor.name for tensor in tensors]
     parsed = parse_rules(rules)
     for text, rule in zip(rules, parsed, strict=True):
@@ -106,9 +111,11 @@ def _find_family(
         if not any(map(Patterns([pattern]).find, names)):
             raise SliceError(problem=f"rule {text!r} matches no tensor of the checkpoint")
     family = family_of(config)
+    others = tuple(rules)
     if family is None and not parsed and parallel.world > 1:
         family = borrowed_family(config, parallel, names)
-    return extend(family, parsed, architecture(config))
+        others = tuple(map(str, family.rules))
+    return extend(family, parsed, architecture(config)), others
 
 
 def _shards(model: Model, parallel: Parallel) -> tuple[ShardSlices, ...]:

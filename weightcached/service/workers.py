@@ -183,7 +183,7 @@ async def spawn_role(arguments: list[str], fds: dict[str, int]) -> asyncio.subpr
     if _log.isEnabledFor(logging.DEBUG):
         arguments = [*arguments, "--debug"]
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "weightcached", *arguments,
+        sys.executable, "-P", "-m", "weightcached", *arguments,
         stdin=subprocess.DEVNULL,
         pass_fds=tuple(fds.values()),
         env=clean_environment(os.environ),
