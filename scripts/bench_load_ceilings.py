@@ -159,7 +159,10 @@ def read_by_processes(files: list[Path], count: int, gpu: Gpu, *, digest: bool) 
             answers = pool.submit(lambda: [int(_line(child)) for child in children])
             copied = gpu.copy_while(lambda: not answers.done())
             nbytes = sum(answers.result())
-        return nbytes / (time.perf_counter() - started), copied
+        seconds = time.perf_counter() - started
+        if nbytes != len(_places(files, stack)) * BUFFER:
+            raise BenchError(f"{count} processes read {nbytes} bytes, another part of the files than was asked for")
+        return nbytes / seconds, copied
 
 
 def _line(child: subprocess.Popen[str]) -> str:

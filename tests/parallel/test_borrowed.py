@@ -159,6 +159,7 @@ def test_the_plan_of_the_installed_transformers() -> None:
 
     shards = plan_slices(tensors, config, Parallel(tensor=2))
 
+    assert any("q_proj" in rule for rule in shards[0].rules), "another version's plan is another key"
     assert [{one.name.removesuffix(".weight"): one.shape for one in shard.slices} for shard in shards] == [
         {
             "model.embed_tokens": (64, 16),

@@ -292,9 +292,9 @@ def test_slices_are_what_plain_cuts_give(loader: str, rank: int | None, modules:
     assert share == pytest.approx(1.0 if rank is None else 0.25, rel=0.03)  # norms are on every rank
 
 
-def test_processes_read_every_buffer_once(tmp_path: Path) -> None:
+def test_processes_read_every_buffer_once(modules: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The ceiling by processes: their shares together are all whole buffers, while something is copied."""
-    ceilings = modules("bench_load_ceilings")
+    ceilings, bench_common = modules("bench_load_ceilings"), modules("bench_common")
     file = tmp_path / "file"
     file.write_bytes(os.urandom(5 * ceilings.BUFFER + 1))
 
@@ -311,8 +311,11 @@ def test_processes_read_every_buffer_once(tmp_path: Path) -> None:
     started = time.perf_counter()
     rate, copied = ceilings.read_by_processes([file], 2, copies, digest=True)
 
-    assert rate * (time.perf_counter() - started) >= 5 * ceilings.BUFFER > rate * 0
+    assert rate > 5 * ceilings.BUFFER / (time.perf_counter() - started), "their start is not counted"
     assert (copied, copies.seen) == (1.0, True)
+    monkeypatch.setattr(ceilings, "_line", lambda child: "4096")
+    with pytest.raises(bench_common.BenchError, match="2 processes read 8192 bytes"):
+        ceilings.read_by_processes([file], 2, copies, digest=False)
 
 
 def test_the_check_takes_what_is_right(loaded: Any) -> None:
