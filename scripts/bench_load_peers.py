@@ -73,7 +73,9 @@ def _weightcached(job: Job, held: ExitStack, *, started: bool) -> Load:
         for slab_plan in plan.slabs:
             slabs.append(HostSlab(slab_plan.nbytes) if host else CudaSlab.create(0, slab_plan.nbytes))
             held.enter_context(closing(slabs[-1]))
-        pipeline.run(plan, checkpoint, HostSink(slabs) if host else CudaSink(slabs), readers=readers)
+        sink = HostSink(slabs) if host else CudaSink(slabs)
+        held.enter_context(closing(sink))
+        pipeline.run(plan, checkpoint, sink, readers)
         return lambda: [_views(slab, slab_plan.entries) for slab, slab_plan in zip(slabs, plan.slabs, strict=True)]
 
     return load

@@ -9,7 +9,7 @@ import os
 import random
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from weightcached.fds import OwnedFd
 from weightcached.loader.cuda_sink import CudaSink
 from weightcached.loader.pipeline import LoadResult, run
 from weightcached.loader.plan import LoadPlan, plan_load
-from weightcached.loader.readers import Readers
+from weightcached.loader.readers import Readers, reader_count
 from weightcached.loader.sink import STAGING_BYTES, HostSink
 from weightcached.parallel.slices import Slice
 from weightcached.shard.cuda import CudaSlab
@@ -55,14 +55,14 @@ def load_host(
 ) -> Loaded:
     """The slices of each rank (default: all tensors to one) through host slabs, and what the sealed ones hold.
 
-    By `readers` processes, or by as many `threads` in place of them; default: as many processes as `run` starts.
+    By `readers` processes, or by as many `threads` in place of them; default: as many processes as suit the load.
     """
     with open_checkpoint(path) as checkpoint:
         plan = plan_load(checkpoint, [whole(checkpoint)] if shards is None else shards)
         slabs = [HostSlab(slab.nbytes) for slab in plan.slabs]
         try:
-            with readers_of(readers, threads) as some:
-                result = run(plan, checkpoint, HostSink(slabs, staging), readers=some, progress=progress)
+            with readers_of(readers, threads, plan) as some, closing(HostSink(slabs, staging)) as sink:
+                result = run(plan, checkpoint, sink, some, progress)
             return Loaded(plan, result, tuple(read_fake(slab.seal(), slab.nbytes) for slab in slabs))
         finally:
             for slab in slabs:
@@ -89,8 +89,8 @@ def load_cuda(
         try:
             for device, slab in zip(devices, plan.slabs, strict=True):
                 slabs.append(CudaSlab.create(device, slab.nbytes))
-            with readers_of(readers, threads) as some:
-                result = run(plan, checkpoint, CudaSink(slabs, staging), readers=some, progress=progress)
+            with readers_of(readers, threads, plan) as some, closing(CudaSink(slabs, staging)) as sink:
+                result = run(plan, checkpoint, sink, some, progress)
             sealed = zip(slabs, devices, strict=True)
             return Loaded(plan, result, tuple(read(slab.seal(), slab.nbytes, device) for slab, device in sealed))
         finally:
@@ -98,10 +98,10 @@ def load_cuda(
                 slab.close()
 
 
-def readers_of(processes: int | None, threads: int | None) -> AbstractContextManager[Readers | None]:
+def readers_of(processes: int | None, threads: int | None, plan: LoadPlan) -> AbstractContextManager[Readers]:
     if threads is not None:
         return thread_readers(threads)
-    return nullcontext() if processes is None else Readers(processes)
+    return Readers(processes or reader_count(plan.task_count))
 
 
 def read_fake(fd: OwnedFd, nbytes: int, ordinal: int = 0) -> bytes:

@@ -6,6 +6,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -369,8 +370,8 @@ def test_a_forbidden_copy_is_an_error_of_the_load(big: Path, fake: FakeDriver) -
         plan = plan_load(checkpoint, [whole(checkpoint)])
         slab = CudaSlab.create(0, plan.slabs[0].nbytes)
         fake.mappings[slab.address].access = 1  # as if it were mapped read-only
-        with pytest.raises(DeviceError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
-            run(plan, checkpoint, CudaSink([slab]), readers=readers)
+        with pytest.raises(DeviceError, match="CUDA_ERROR_ILLEGAL_ADDRESS"), closing(CudaSink([slab])) as sink:
+            run(plan, checkpoint, sink, readers)
         slab.close()
     assert fake.live() == {}
 
@@ -400,7 +401,8 @@ def test_every_call_that_fails_ends_the_load_and_leaves_nothing(
             fake.calls.clear()
             fake.failures = failures
             try:
-                run(plan, checkpoint, CudaSink(slabs, 4 * 4096), readers=readers)
+                with closing(CudaSink(slabs, 4 * 4096)) as sink:
+                    run(plan, checkpoint, sink, readers)
             finally:
                 calls = list(fake.calls)
                 fake.failures = {}

@@ -12,7 +12,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -39,7 +39,7 @@ from weightcached.checkpoint.fileset import open_checkpoint
 from weightcached.errors import CheckpointChanged, CheckpointError, ConnectionLost
 from weightcached.loader.pipeline import run
 from weightcached.loader.plan import Copy, plan_load
-from weightcached.loader.readers import Readers, reader_count
+from weightcached.loader.readers import reader_count
 from weightcached.loader.sink import HostSink, Placed
 from weightcached.parallel.slices import Slice
 from weightcached.shard.dtypes import DTYPES, tensor_bytes
@@ -398,40 +398,25 @@ class Recording(HostSink):
     def finish(self) -> None:
         self.note("finish")
 
-    def close(self) -> None:
-        super().close()
-        self.note("close")
-
 
 STEPS = ["start", "place", "write", "finish"]
 
 
 @pytest.mark.parametrize("fail", ["", *STEPS])
-@pytest.mark.parametrize("own", [True, False])
-def test_the_sink_is_always_closed(big: Path, monkeypatch: pytest.MonkeyPatch, fail: str, own: bool) -> None:
-    """`run` takes one step after the other. Whatever fails, the readers are ended first, its own and given ones, since
-    they use the sink's memory; then the slab can be sealed."""
-    with open_checkpoint(big) as checkpoint, thread_readers(2) as given:
+def test_one_step_after_the_other(big: Path, fail: str) -> None:
+    """Whatever fails, nothing comes after it; sink and readers can be closed then, and the slab be sealed."""
+    with open_checkpoint(big) as checkpoint:
         plan = plan_load(checkpoint, [whole(checkpoint)])
         slab = HostSlab(plan.slabs[0].nbytes)
-        sink = Recording(slab, fail)
-        close = Readers.close
-
-        def noted(readers: Readers) -> None:
-            sink.asked.append("readers ended")
-            close(readers)
-
-        monkeypatch.setattr(Readers, "close", noted)
-        with pytest.raises(RuntimeError, match=fail) if fail else nullcontext():
-            run(plan, checkpoint, sink, readers=None if own else given)
-        asked = list(sink.asked)
+        with thread_readers(2) as readers, closing(Recording(slab, fail)) as sink:
+            with pytest.raises(RuntimeError, match=fail) if fail else nullcontext():
+                run(plan, checkpoint, sink, readers)
+            assert sink.asked == (STEPS[: STEPS.index(fail) + 1] if fail else STEPS)
         slab.seal().close()
-    done = STEPS[: STEPS.index(fail) + 1] if fail else STEPS
-    assert asked == [*done, "readers ended", "close"]
 
 
-def test_it_starts_readers_of_its_own(big: Path) -> None:
-    """Without readers that are given, there are as many as suit the load and the host, and they end with it."""
+def test_as_many_readers_as_suit_the_load(big: Path) -> None:
+    """They run while it loads, and end with it."""
     seen: list[int] = []
     loaded = load_host(big, progress=lambda done: seen.append(len(children_of(os.getpid()))))
     assert set(seen) == {reader_count(loaded.plan.task_count)}

@@ -125,18 +125,15 @@ def test_a_gpu_without_a_context(fake: FakeDriver) -> None:
     assert fake.live() == {}
 
 
-def test_readers_of_its_own_and_readers_that_are_given(path: Path) -> None:
-    """Without readers some are started and ended; given ones have ended too when host slabs are sealed, since nobody
-    else may have a sealed slab's memory mapped writable."""
+def test_no_reader_is_left_when_slabs_are_sealed(path: Path) -> None:
+    """The readers have ended when host slabs are sealed, since nobody else may have a sealed slab's memory writable."""
     before = children_of(os.getpid())
-    for make in (lambda: None, lambda: Readers(1)):
-        given = make()
-        with open_checkpoint(path) as checkpoint, Devices(("host-0", "host-1")) as devices:
-            plan = plan_load(checkpoint, SHARDS)
-            filled, _ = fill_slabs(plan, checkpoint, devices, STAGING, given)
+    with open_checkpoint(path) as checkpoint, Devices(("host-0", "host-1")) as devices, Readers(1) as readers:
+        assert len(children_of(os.getpid())) == len(before) + 1
+        filled, _ = fill_slabs(plan_load(checkpoint, SHARDS), checkpoint, devices, STAGING, readers)
         assert children_of(os.getpid()) == before
-        for part in filled:
-            part.fd.close()
+    for part in filled:
+        part.fd.close()
 
 
 def test_a_full_device_leaves_the_others_as_they_were(

@@ -107,6 +107,9 @@ class CudaSink:
         self._contexts = [by_handle[slab.context.handle] for slab in self._slabs]
         self._current = self._contexts[0]
         self._driver = cuda.driver()
+        self._rows = self._driver.CUDA_MEMCPY2D()  # of all copies of rows: the driver reads it in the call
+        self._rows.srcMemoryType = self._driver.CUmemorytype.CU_MEMORYTYPE_HOST
+        self._rows.dstMemoryType = self._driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
         self._undo = ExitStack()
         self._ring = Ring(max(staging, MIN_STAGING_BYTES) // BLOCK_BYTES)
         self._undo.callback(self._ring.close)
@@ -150,7 +153,8 @@ class CudaSink:
         used = {}
         for slab, group in groupby(placed.left, attrgetter("slab")):
             context = self._contexts[slab]
-            for pack in _packs(list(group)):
+            copies = list(group)
+            for pack in _packs(copies) if len(copies) >= _PACK_FROM else ([copy] for copy in copies):
                 if len(pack) > 1:
                     self._send_packed(placed.buffer, pack)
                 elif pack[0].cast is not None:
@@ -236,10 +240,8 @@ class CudaSink:
         if copy.rows == 1:
             cuda.check(driver.cuMemcpyHtoDAsync(target, source, copy.width, stream), "cuMemcpyHtoDAsync")
             return
-        rows = driver.CUDA_MEMCPY2D()
-        rows.srcMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_HOST
+        rows = self._rows
         rows.srcHost, rows.srcPitch = source, pitch
-        rows.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
         rows.dstDevice, rows.dstPitch = target, copy.slab_pitch
         rows.WidthInBytes, rows.Height = copy.width, copy.rows
         cuda.check(driver.cuMemcpy2DAsync(rows, stream), "cuMemcpy2DAsync")

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..checkpoint.digest import FileDigest, checkpoint_digest
 from ..shard.manifest import SourceFile
 from .plan import LoadPlan, Task
-from .readers import OpenFile, Readers, reader_count
+from .readers import OpenFile, Readers
 from .sink import Placed, Sink
 
 if TYPE_CHECKING:
@@ -38,27 +37,22 @@ def run(
     plan: LoadPlan,
     checkpoint: Checkpoint,
     sink: Sink,
-    *,
-    readers: Readers | None = None,
+    readers: Readers,
     progress: Callable[[int], None] = lambda done: None,
 ) -> LoadResult:
     """Fills the sink's slabs by the plan; returns when every byte is there and the files are still what they were.
 
-    `readers` may have been started before; None starts some. They map the sink's memory and have ended on return, in
-    success and on error. `progress` gets the bytes done so far, after each block;
-    what it raises ends the load. The sink is closed on return, in success and on error; the slabs stay the caller's.
-    Raises `CheckpointChanged` when a file shrank, vanished or was written, `CheckpointError` when it cannot be read,
+    Sink and readers serve one load and stay the caller's, to be closed; the readers have the sink's memory mapped until
+    they have ended. `progress` gets the bytes done so far, after each block; what it raises ends the load. Raises
+    `CheckpointChanged` when a file shrank, vanished or was written, `CheckpointError` when it cannot be read,
     `ConnectionLost` when a reader was killed, `DeviceError` from the sink or a host without means for readers.
     """
     started = time.monotonic()
-    with ExitStack() as stack:
-        stack.enter_context(closing(sink))
-        readers = stack.enter_context(readers or Readers(reader_count(plan.task_count)))
-        files = [OpenFile(file.fd.fileno(), str(checkpoint.folder / file.name)) for file in checkpoint.files]
-        readers.open(sink.regions(), files)
-        sink.start(readers.count)
-        digests = _load(plan, sink, readers, progress)
-        sink.finish()
+    files = [OpenFile(file.fd.fileno(), str(checkpoint.folder / file.name)) for file in checkpoint.files]
+    readers.open(sink.regions(), files)
+    sink.start(readers.count)
+    digests = _load(plan, sink, readers, progress)
+    sink.finish()
     checkpoint.recheck()
     values = [digest.value() for digest in digests]
     return LoadResult(

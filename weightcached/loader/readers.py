@@ -128,10 +128,14 @@ class Readers:
             found.append((task, digest))
         return found
 
-    def close(self) -> None:
-        """Ends all of them, at once, and waits until they have let go of the memory. Idempotent."""
+    def stop(self) -> None:
+        """Ends all of them, at once, and waits for none."""
         for process in self._processes:
             process.kill()
+
+    def close(self) -> None:
+        """Ends them, and waits until they have let go of the memory. Idempotent."""
+        self.stop()
         for process in self._processes:
             process.wait()
         for channel in self._channels:

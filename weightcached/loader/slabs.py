@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..devices import is_host
@@ -78,13 +78,14 @@ def fill_slabs(
     checkpoint: Checkpoint,
     devices: Devices,
     staging: int,
-    readers: Readers | None = None,
+    readers: Readers,
     progress: Callable[[int], None] = lambda done: None,
 ) -> tuple[list[Filled], LoadResult]:
     """Each slab of the plan on its device, from one pass over the files, and what was read.
 
-    `staging` is in bytes; `readers`, which have ended on return, and `progress` are those of `pipeline.run`. The caller
-    owns the descriptors. Every error leaves nothing: those of the pipeline, `DeviceFull`, `NoSuchDevice`.
+    `staging` is in bytes; `readers` and `progress` are those of `pipeline.run`; the readers have ended when the slabs are
+    sealed. The caller owns the descriptors. Every error leaves nothing: those of the pipeline, `DeviceFull`,
+    `NoSuchDevice`.
     """
     devices.ready()
     with ExitStack() as undo:
@@ -92,9 +93,10 @@ def fill_slabs(
             slabs, sink, checksum = _on_hosts(plan, staging, undo)
         else:
             slabs, sink, checksum = _on_gpus(plan, devices.names, staging, undo)
-        # `run` ends the readers: a slab that another process has mapped cannot be sealed.
-        result = run(plan, checkpoint, sink, readers=readers, progress=progress)
-        checksums = [checksum(slab, slab_plan.entries) for slab, slab_plan in zip(slabs, plan.slabs, strict=True)]
+        with readers, closing(sink):  # a slab that another process has mapped cannot be sealed
+            result = run(plan, checkpoint, sink, readers, progress)
+            readers.stop()  # they end while the checksums are computed
+            checksums = [checksum(slab, slab_plan.entries) for slab, slab_plan in zip(slabs, plan.slabs, strict=True)]
         return _seal(slabs, checksums), result
 
 
