@@ -83,8 +83,8 @@ def fill_slabs(
 ) -> tuple[list[Filled], LoadResult]:
     """Each slab of the plan on its device, from one pass over the files, and what was read.
 
-    `staging` is in bytes; `readers` and `progress` are those of `pipeline.run`; the readers have ended when the slabs are
-    sealed. The caller owns the descriptors. Every error leaves nothing: those of the pipeline, `DeviceFull`,
+    `staging` is in bytes; `readers` and `progress` are those of `pipeline.run`; the readers have ended when the slabs
+    are sealed. The caller owns the descriptors. Every error leaves nothing: those of the pipeline, `DeviceFull`,
     `NoSuchDevice`.
     """
     devices.ready()
