@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,15 @@ class RunningService:
     """
 
     def __init__(
-        self, runtime_dir: Path, config: str, *, instance: str = "test", options: tuple[str, ...] = ()
+        self,
+        runtime_dir: Path,
+        config: str,
+        *,
+        instance: str = "test",
+        options: tuple[str, ...] = (),
+        limits: dict[int, int] | None = None,
     ) -> None:
+        """`limits`: hard limits to run it under, by number (``resource.RLIMIT_NOFILE``)."""
         self.runtime_dir = runtime_dir
         self.instance = instance
         self.messages: list[str] = []
@@ -44,6 +53,7 @@ class RunningService:
             stdin=subprocess.DEVNULL,
             stderr=self._log,
             cwd=Path(__file__).parents[1],
+            preexec_fn=partial(_limit, limits) if limits else None,
         )
 
     @property
@@ -135,6 +145,11 @@ class RunningService:
     @property
     def control(self) -> Path:
         return control_path(self.instance)
+
+
+def _limit(limits: dict[int, int]) -> None:
+    for number, value in limits.items():
+        resource.setrlimit(number, (value, value))
 
 
 class open_pidfd:

@@ -4,6 +4,7 @@
     ├── ConfigError               the config file, its keys or values
     ├── CheckpointError           files on disk that are not loadable weights
     │   └── CheckpointChanged     a file that changed while it was read
+    ├── ResourceError             descriptors or memory that are lacking to read a checkpoint
     ├── SliceError                a model that cannot be cut for its ranks
     │   ├── UnknownArchitecture   no rules for it, or for one of its parameters
     │   └── CannotCut             sizes that the ranks do not divide
@@ -94,6 +95,13 @@ class CheckpointChanged(CheckpointError):
     """Fields: file, problem. The load that raises it has published nothing."""
 
     code = "checkpoint-changed"
+
+
+class ResourceError(WeightCacheError):
+    """Fields: file (path that was read), errno (of the kernel, such as EMFILE), problem. The file may be good."""
+
+    code = "out-of-resources"
+    sentence = "{file}: {problem}"
 
 
 class SliceError(WeightCacheError):

@@ -15,7 +15,7 @@ from tests.leaks import NoDescriptorLeaks
 from weightcached.checkpoint import reference
 from weightcached.checkpoint.header import read_header
 from weightcached.checkpoint.reference import reference_refusal
-from weightcached.errors import CheckpointError
+from weightcached.errors import CheckpointError, ResourceError
 
 GOOD = file_of(f"{{{PAIR}}}".encode())
 
@@ -65,14 +65,47 @@ def test_its_refusal_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
         os.close(fd)
 
 
-def test_without_descriptors_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check that cannot be made is an error with the kernel's words, not a pass."""
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        ("NOFILE, free", "m: no memory to check the header in: Too many open files, this process may have {free}; "),
+        ("NOFILE, free + 1", "m: cannot check the header: Too many open files, this process may have {more}; "),
+        ("FSIZE, 10", "m: cannot check the header: File too large; "),
+        ("FSIZE, 1 << 30", "m: cannot check the header: File too large; "),
+        ("AS, 1 << 32", "m: cannot check the header, which maps {size} bytes without using them: Cannot allocate mem"),
+    ],
+)
+def test_a_check_that_cannot_be_made(limit: str, words: str) -> None:
+    """No descriptor for the memfd or for the library's own, no size, no room to map: no pass, nor the file's fault.
 
-    def full(*_: object) -> int:
-        raise OSError(24, "Too many open files")
+    The library says "No such file or directory" of the second, whatever the kernel says.
+    """
+    size = 1 << 40
+    start = file_of({"w": entry("U8", [size], 0, size)})
+    code = (
+        "import os, resource\n"
+        "from weightcached.checkpoint.reference import reference_refusal\n"
+        "from weightcached.errors import ResourceError\n"
+        "os.close(free := os.dup(0))\n"
+        f"number, value = resource.RLIMIT_{limit}\n"
+        "resource.setrlimit(number, (value, value))\n"
+        f"try: print('judged', reference_refusal({start!r}, {len(start) + size}, 'm'))\n"
+        "except ResourceError as error: print(free, error)\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    free, _, sentence = done.stdout.partition(" ")
+    assert sentence.startswith(words.format(free=free, more=int(free) + 1, size=len(start) + size)), done.stdout
 
-    monkeypatch.setattr(os, "memfd_create", full)
-    with pytest.raises(CheckpointError, match="no memory to check the header in: Too many open files"):
+
+def test_descriptors_that_are_back_when_it_asks_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure to open our own memfd is not the file's fault even where its reason is gone a moment later."""
+
+    def refuse(path: str, **options: str) -> object:
+        raise FileNotFoundError(f"No such file or directory: {path}")
+
+    monkeypatch.setattr(reference, "safe_open", refuse)
+    with NoDescriptorLeaks(), pytest.raises(ResourceError, match="cannot check the header: No such file"):
         reference_refusal(GOOD, len(GOOD) + 8, "model.safetensors")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.files import write_sharded
 from tests.checkpoint.sets import CASES
 from tests.conftest import MakeCheckpoint
 from tests.llama import slab_of, write_llama
@@ -379,3 +380,20 @@ def test_no_models(tmp_path: Path) -> None:
     done = check(tmp_path, "")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split()[:2] == ["DEVICE", "KIND"]
+
+
+@pytest.mark.parametrize("hard", [40, None])
+def test_a_set_of_many_files(tmp_path: Path, hard: int | None) -> None:
+    """The soft limit of open files is raised as `serve` does; over the hard one the report gives the number needed."""
+    names = [f"m-{number:03}.safetensors" for number in range(60)]
+    write_sharded(tmp_path / "many", {name: [f"t-{name}"] for name in names})
+    (tmp_path / "model.toml").write_text('devices = ["host-0"]\n' + model("many", tmp_path / "many"))
+    limit = ["prlimit", "--nofile=40:" + (str(hard) if hard else "")]
+    command = [*limit, sys.executable, "-m", "weightcached", "check", "--config", str(tmp_path / "model.toml")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if hard is None:
+        assert (done.returncode, done.stderr) == (0, "")
+        return
+    assert done.returncode == 1
+    assert "Too many open files, this process may have 40; raise its hard limit of open files" in done.stderr
+    assert "to 376 at least: the set has 60 files, and a load opens each twice" in done.stderr

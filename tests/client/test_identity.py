@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import struct
@@ -21,10 +22,12 @@ from tests.leaks import NoDescriptorLeaks
 from tests.running import RunningService
 from weightcached import attach
 from weightcached.checkpoint import remembered
-from weightcached.checkpoint.digest import digest_checkpoint
+from weightcached.checkpoint.digest import digest_checkpoint, json_digest
 from weightcached.checkpoint.fileset import open_checkpoint
 from weightcached.errors import CheckpointError, KeyMismatch, NoSuchModel, OtherContent, TimedOut
 from weightcached.shard.manifest import SourceFile
+
+NO_CONFIG = json_digest({})  # of a folder without config.json
 
 
 def tensors(value: float) -> dict[str, Any]:
@@ -257,8 +260,9 @@ def test_a_name_and_a_checkpoint_must_both_fit(
 
 def test_the_key_decides_between_equals(worker: RunningWorker, folder: Path) -> None:
     """Of models with the same bytes the one with the wanted key is taken; with none, the worker says why."""
-    worker.publish(shard_of(folder, "rank0", tensor_parallel_size=2))
-    worker.publish(shard_of(folder, "rank1", tensor_parallel_size=2, tensor_parallel_rank=1))
+    cut = {"tensor_parallel_size": 2, "config": NO_CONFIG}
+    worker.publish(shard_of(folder, "rank0", **cut))
+    worker.publish(shard_of(folder, "rank1", tensor_parallel_rank=1, **cut))
     worker.publish(shard_of(folder, "engine", layout="vllm/1"))
 
     with attach(checkpoint=folder, device=DEVICE, tensor_parallel=(1, 2)) as weights:
@@ -270,11 +274,47 @@ def test_the_key_decides_between_equals(worker: RunningWorker, folder: Path) -> 
     assert caught.value.differences == {"tensor_parallel_size": [1, 2]}
 
 
+@pytest.mark.parametrize("other", [{"config": "that of another"}, {"rules": "somebody's"}, {"cast": "float16"}])
+def test_who_names_files_gets_their_own_cut(worker: RunningWorker, folder: Path, other: dict[str, str]) -> None:
+    """The same bytes cut by another config.json or by rules of a config, or cast: a mismatch, unless asked by name."""
+    worker.publish(shard_of(folder, "cut", **{"tensor_parallel_size": 2, "config": NO_CONFIG, **other}))
+
+    with pytest.raises(KeyMismatch) as caught:
+        attach(checkpoint=folder, device=DEVICE, tensor_parallel=(0, 2))
+    assert set(caught.value.differences) == set(other)
+    with attach("cut", device=DEVICE, tensor_parallel=(0, 2)) as weights:
+        assert weights.manifest.model == "cut"
+
+
+def test_an_index_chooses_among_the_tensors_of_its_files(
+    worker: RunningWorker, tmp_path: Path, make_checkpoint: MakeCheckpoint
+) -> None:
+    """Both files have the tensor; which one counts is in the index alone, in place and elsewhere."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder, chosen in ((one, "m-1.safetensors"), (other, "m-2.safetensors")):
+        for number in (1, 2):
+            raw = {"w": ("U8", (2,), bytes([number] * 2)), f"x{number}": ("U8", (1,), b"x")}
+            make_checkpoint(folder / f"m-{number}.safetensors", raw)
+        map_ = {"w": chosen, "x1": "m-1.safetensors", "x2": "m-2.safetensors"}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": map_}))
+    content, files = digests_of(one)
+    chosen_file = read_file(one / "m-1.safetensors")
+    worker.publish(make_shard(chosen_file, model="one", files=tuple(files), key={"content": content}))
+
+    with attach(checkpoint=one, device=DEVICE) as weights:
+        assert weights.manifest.model == "one"
+    with pytest.raises(NoSuchModel):
+        attach(checkpoint=other, device=DEVICE)
+    shutil.copy(other / "model.safetensors.index.json", one)
+    with pytest.raises(NoSuchModel):
+        attach(checkpoint=one, device=DEVICE)
+
+
 def test_a_stage_is_found_by_its_layers(worker: RunningWorker, folder: Path) -> None:
     """A wanted range of layers, a tuple here and a list on the wire, picks its stage."""
-    size = {"pipeline_parallel_size": 2}
-    worker.publish(shard_of(folder, "first", layers=(0, 4), **size))
-    worker.publish(shard_of(folder, "second", layers=(4, 8), pipeline_parallel_rank=1, **size))
+    size: dict[str, Any] = {"pipeline_parallel_size": 2}
+    worker.publish(shard_of(folder, "first", layers=(0, 4), config=NO_CONFIG, **size))
+    worker.publish(shard_of(folder, "second", layers=(4, 8), pipeline_parallel_rank=1, config=NO_CONFIG, **size))
 
     with attach(
         checkpoint=folder, device=DEVICE, key={"layers": (4, 8), "pipeline_parallel_rank": 1, **size}

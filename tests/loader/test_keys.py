@@ -11,6 +11,7 @@ import pytest
 
 from tests.loader import llama
 from tests.loader.loads import MakeCheckpoint, Raw, noise
+from weightcached.checkpoint.digest import json_digest
 from weightcached.checkpoint.fileset import open_checkpoint
 from weightcached.loader.keys import keys_of
 from weightcached.parallel.ranks import Parallel
@@ -79,6 +80,7 @@ def test_the_ranks_of_a_dense_model(tmp_path: Path, make_checkpoint: MakeCheckpo
             pipeline_parallel_size=2,
             pipeline_parallel_rank=stage,
             layers=((0, 1), (1, 3))[stage],
+            config=json_digest(json.loads((tmp_path / "config.json").read_text())),
             data_parallel_size=2,
             data_parallel_rank=data,
         )

@@ -81,6 +81,20 @@ def test_heads_on_the_input_side() -> None:
         entries(Parallel(tensor=8), {"o": Q_HEADS.on_input()}, tensor("o.weight", (6, 8))).of("o", "weight")
 
 
+def test_rows_that_are_no_heads_of_the_model() -> None:
+    """4 heads of 8 are 32 elements, whether packed or not, on the output or the input side; sinks may be 4 numbers."""
+    head, gptq = {"head_dim": 8}, {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    rules = {"q": Q_HEADS, "o": Q_HEADS.on_input(), "a.sinks": Q_HEADS}
+
+    for one in (tensor("q.weight", (32, 4)), tensor("o.weight", (4, 32)), tensor("a.sinks", (4,))):
+        assert len(shapes(entries(Parallel(tensor=2), rules, one, config=head), *split_name(one.name))) == 2
+    packed = tensor("o.qweight", (4, 6), "I32")  # 32 inputs, 8 in each word
+    assert shapes(entries(Parallel(tensor=2), rules, packed, config=head | gptq), "o", "qweight") == [(2, 6)] * 2
+    for one in (tensor("q.weight", (16, 4)), tensor("q.weight", (4, 4)), tensor("o.weight", (4, 16))):
+        with pytest.raises(Refused, match=r"\.weight: \d+ is not 4 attention heads of 8"):
+            entries(Parallel(tensor=2), rules, one, config=head).of(*split_name(one.name))
+
+
 def test_a_rule_for_a_parameter_says_the_axis() -> None:
     """Its own, or 0 for rows and 1 for columns; other parameters of the module are not meant."""
     one, other = tensor("m.w", (4, 6, 8)), tensor("m.v", (4, 6, 8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weightcached.parallel.cuts import Misfit, Piece
-from weightcached.parallel.pieces import Group, piece_of
+from weightcached.parallel.pieces import Group, piece_of, require_heads
 from weightcached.parallel.rules import (
     COL,
     FIRST_ONLY,
@@ -52,6 +52,21 @@ def test_a_group_of_one_has_everything() -> None:
     for kind in (COL, Q_HEADS, VOCAB, FIRST_ONLY, merged(COL, COL), interleaved2(7)):
         assert piece_of(kind, 1001, Group(1, 0), Sizes({})) == Piece(((0, 1001),))
     assert pieces(REPLICATE, 5, 3) == [Piece(((0, 5),))] * 3
+
+
+def test_heads_are_whole() -> None:
+    """A side is as many heads of the model's size, of values' size, or for a vector as many numbers; else refused."""
+    both = Sizes({"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 24, "v_head_dim": 16})
+
+    require_heads(KV_HEADS, 48, both, matrix=True)
+    require_heads(KV_HEADS, 32, both, matrix=True)
+    require_heads(Q_HEADS, 8, both, matrix=False)
+    require_heads(COL, 8, both, matrix=True)
+    require_heads(Q_HEADS, 8, Sizes({"num_attention_heads": 4}), matrix=True)
+    with pytest.raises(Misfit, match="8 is not 8 attention heads of 24 or 16"):
+        require_heads(Q_HEADS, 8, both, matrix=True)
+    with pytest.raises(Misfit, match="16 is not 2 key/value heads of 24 or 16"):
+        require_heads(KV_HEADS, 16, both, matrix=False)
 
 
 def test_more_ranks_than_key_value_heads_share_them() -> None:

@@ -17,6 +17,7 @@ from weightcached.parallel.rules import (
     even,
     expert,
     interleaved2,
+    last_number,
     merged,
     number,
     split_name,
@@ -137,3 +138,9 @@ def test_segments_whose_lengths_nothing_says(segments: tuple[object, ...]) -> No
     """Only equal columns, or heads, have lengths that follow from config.json and the shape."""
     with pytest.raises(ValueError, match="merged"):
         merged(*segments)  # type: ignore[arg-type]
+
+
+def test_the_number_of_an_expert_is_the_last_one() -> None:
+    """With what stands before it; a name without a number has none."""
+    assert last_number("model.layers.3.mlp.experts.17.up_proj.weight") == ("model.layers.3.mlp.experts", 17)
+    assert last_number("model.norm.weight") is None

@@ -21,6 +21,17 @@ def test_the_numbers_of_a_plain_config() -> None:
     assert Sizes({"head_dim": 64, "hidden_size": 2880, "num_attention_heads": 64}).head_dim == 64
 
 
+def test_the_sizes_of_a_head() -> None:
+    """head_dim or what it is derived from, beside it that of values; none where nothing says one or it depends."""
+    derived = {"hidden_size": 64, "num_attention_heads": 8}
+
+    assert Sizes(derived).head_sizes == (8,)
+    assert Sizes(derived | {"head_dim": 16, "v_head_dim": 16}).head_sizes == (16,)
+    assert Sizes(derived | {"head_dim": 24, "v_head_dim": 16}).head_sizes == (24, 16)
+    assert Sizes(derived | {"kv_lora_rank": 32}).head_sizes == ()
+    assert Sizes({"num_attention_heads": 8}).head_sizes == ()
+
+
 def test_a_nested_config_is_read_first() -> None:
     """text_config goes before the top level, and the top level is there for what it leaves out."""
     sizes = Sizes({"text_config": {"num_attention_heads": 8}, "num_attention_heads": 16, "num_hidden_layers": 2})
@@ -40,7 +51,8 @@ def test_what_the_model_class_supplies() -> None:
 @pytest.mark.parametrize("key", ["num_local_experts", "num_experts", "n_routed_experts"])
 def test_each_family_has_its_word_for_experts(key: str) -> None:
     """Mixtral, Qwen and DeepSeek name the same number differently."""
-    assert Sizes({key: 60}).experts == 60
+    assert Sizes({key: 60}).experts == Sizes({key: 60}).find_experts() == 60
+    assert Sizes({}).find_experts() is None
 
 
 @pytest.mark.parametrize(

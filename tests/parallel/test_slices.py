@@ -247,7 +247,7 @@ def test_rules_of_the_user_come_before_the_familys() -> None:
 
 def test_rules_that_do_nothing_are_errors() -> None:
     """A typing error in a pattern would leave the family's rule in force; so would a kind that is none."""
-    for rule in ("model.layer.*.mlp.down_proj: row", "model.layer.*: layers", "model.nrm: last"):
+    for rule in ("model.layer.*.mlp.down_proj: row", "model.layer.*: layers", "model.nrm: last", "model.*: layers"):
         with pytest.raises(SliceError, match="matches no tensor of the checkpoint") as caught:
             plan_slices(llama(), LLAMA, Parallel(tensor=2), rules=[rule])
         assert rule in str(caught.value)
@@ -300,6 +300,30 @@ def test_a_refusal_without_a_size_that_fits_says_none() -> None:
         plan_slices(llama(experts=5), MOE, Parallel(tensor=2, data=6, expert=True))
 
     assert caught.value.largest is None
+    assert "(with data_parallel 6 nothing fits, with 1 tensor_parallel 4 does)" in str(caught.value)
+
+
+@pytest.mark.parametrize("parallel", [Parallel(tensor=2), Parallel(pipeline=2), Parallel(tensor=2, expert=True)])
+def test_a_checkpoint_with_parts_missing_is_refused_where_something_is_cut(parallel: Parallel) -> None:
+    """A layer that is not there, an expert that is not there; a single rank gets what is there."""
+    without_layer = [one for one in llama() if not one.name.startswith("model.layers.1.")]
+    assert len(plan_slices(without_layer, LLAMA, Parallel())[0].slices) == len(without_layer)
+    with pytest.raises(CheckpointError, match=r"of the 3 layers, model\.layers\.\*, 1 have no tensor, number 1 first"):
+        plan_slices(without_layer, LLAMA, parallel)
+    with pytest.raises(CheckpointError, match=r"of the 12 experts model\.layers\.0\..*experts\.\*, 7 have no tensor"):
+        plan_slices(llama(experts=5), MOE | {"num_local_experts": 12}, parallel)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "parameter"), [(8, 8, "k_proj"), (8, None, "k_proj"), (16, 4, "q_proj")])
+def test_a_head_is_never_cut(heads: int, kv_heads: int | None, parameter: str) -> None:
+    """More heads in config.json, or by the class's default, than the rows have: they would be parts of heads."""
+    config = LLAMA | {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": DIM}
+
+    with pytest.raises(CannotCut, match=rf"is not {16 if heads == 16 else 8} .* heads of {DIM},") as no:
+        plan_slices(llama(), config, Parallel(tensor=8))
+
+    assert no.value.parameter == f"model.layers.0.self_attn.{parameter}.weight"
+    assert no.value.largest == 1
 
 
 def test_an_unknown_quantization_fits_one_rank() -> None:

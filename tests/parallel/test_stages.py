@@ -10,7 +10,7 @@ from weightcached.errors import SliceError
 from weightcached.parallel.ranks import Parallel
 from weightcached.parallel.rules import Family
 from weightcached.parallel.sizes import Sizes
-from weightcached.parallel.stages import Stages
+from weightcached.parallel.stages import Stages, layer_of
 
 FAMILY = Family("Llama", first=("model.embed_tokens", "model.merger.**"))
 
@@ -87,3 +87,15 @@ def test_layers_that_cannot_be_shared_out() -> None:
 def test_without_a_pipeline_nobody_asks_where_layers_are() -> None:
     """An unknown architecture with the user's rules needs none for its layers."""
     assert stages(1, family=Family("New", layers=None)).of("h.999.weight") == (0,)
+
+
+def test_the_layer_of_a_name() -> None:
+    """The number right behind the prefix; stages without a prefix know none."""
+    assert (
+        layer_of("model.layers.12.mlp.weight", "model.layers.") == stages(1).layer("model.layers.12.mlp.weight") == 12
+    )
+    assert layer_of("model.layers.12.mlp.weight", "model.") is None
+    assert layer_of("vision.layers.12.weight", "model.layers.") is None
+    assert stages(1).layers == 8
+    without = stages(1, family=Family("New", layers=None))
+    assert (without.layer("model.layers.12.mlp.weight"), without.layers) == (None, 0)

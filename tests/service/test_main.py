@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.files import write_sharded
+from tests.checkpoint.strict_cases import entry, file_of
 from tests.llama import Tensor
 from tests.running import RunningService, children_of, process_of_role, wait_for_end
 from tests.service.conftest import HOST, HOSTS, StartService, attach, model, slab_bytes
@@ -135,6 +138,25 @@ class TestRefusedAtStart:
         path = tmp_path / "p.safetensors"
         path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 90000000\n")
         assert "LFS pointer" in refused_at_start(start_service, HOST + model("p", path), 78)
+
+    def test_too_few_descriptors(self, start_service: StartService, tmp_path: Path) -> None:
+        """A set of more files than the process may open is no bad config: 1, with both numbers, so it is restarted."""
+        write_sharded(tmp_path, {f"m-{n:05}.safetensors": [f"t{n}"] for n in range(300)})
+        service = start_service(HOST + model("many", tmp_path), limits={resource.RLIMIT_NOFILE: 200})
+        assert service.wait() == 1, service.log
+        assert "Too many open files, this process may have 200; raise its hard limit" in service.log
+        assert "856 at least: the set has 300 files" in service.log
+        service.stop(code=1)
+
+    def test_too_little_address_space(self, start_service: StartService, tmp_path: Path) -> None:
+        """A file that is larger than the address space that is left to map its check in: 1, with what is lacking."""
+        path = tmp_path / "large.safetensors"
+        path.write_bytes(file_of({"w": entry("U8", [1 << 40], 0, 1 << 40)}))
+        os.truncate(path, path.stat().st_size + (1 << 40))
+        service = start_service(HOST + model("large", path), limits={resource.RLIMIT_AS: 1 << 36})
+        assert service.wait() == 1, service.log
+        assert "Cannot allocate memory; free memory, or raise this process's limits" in service.log
+        service.stop(code=1)
 
     def test_no_such_device(self, start_service: StartService) -> None:
         """A GPU that is not in this host is named together with what is."""

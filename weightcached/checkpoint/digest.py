@@ -3,7 +3,8 @@
     block        4 MiB of a file at a multiple of 4 MiB, the last one shorter; the header's bytes count too
     block digest xxh3-128 of its bytes, 16 bytes, big endian (xxHash's canonical form)
     file digest  "xxh3-128-4m:" + hex xxh3-128 of all block digests in order, then the file's size as u64 little endian
-    set digest   "xxh3-128-4m-set:" + hex xxh3-128 of the file digests' text, in the order of the files' names
+    set digest   "xxh3-128-4m-set:" + hex xxh3-128 of the file digests' text, in the order of the files' names, and,
+                 where the index leaves out tensors that a file has, of their list as JSON: [[file number, name], ...]
 
 A block can be hashed while it is hot from the read, by whichever thread read it. Names are not part of a digest, so the
 same bytes under other names, in the same order, are the same content. xxh3 is no cryptographic hash: it tells
@@ -12,11 +13,12 @@ checkpoints apart, it does not prove who made one (docs/decisions/002-content-di
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
@@ -73,11 +75,20 @@ class FileDigest:
         return FILE_PREFIX + state.hexdigest()
 
 
-def checkpoint_digest(file_digests: list[str]) -> str:
-    """The digest of a set from those of its files, in the order of their names."""
+def checkpoint_digest(file_digests: Sequence[str], left_out: Sequence[tuple[int, str]] = ()) -> str:
+    """The digest of a set from those of its files, in the order of their names.
+
+    `left_out`: number of the file and name of each tensor that the index gives to another file (`Checkpoint.left_out`).
+    """
     if bad := [digest for digest in file_digests if not digest.startswith(FILE_PREFIX)]:
         raise ValueError(f"not the digest of a file: {bad[0]!r}")
-    return SET_PREFIX + xxhash.xxh3_128("".join(file_digests).encode()).hexdigest()
+    text = "".join(file_digests) + (json.dumps(left_out) if left_out else "")
+    return SET_PREFIX + xxhash.xxh3_128(text.encode()).hexdigest()
+
+
+def json_digest(value: Any) -> str:
+    """A digest of a JSON value's content, whatever the order of an object's keys."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 class OpenFile(NamedTuple):
@@ -145,7 +156,7 @@ def digest_checkpoint(
     read = iter(digest_files(to_read, threads))
     digests = [next(read) if digest is None else digest for digest in given]
     checkpoint.recheck()
-    return checkpoint_digest(digests), digests
+    return checkpoint_digest(digests, checkpoint.left_out), digests
 
 
 def _usual_threads() -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import CheckpointError
 from ..fds import OwnedFd
 from .header import LFS_POINTER, LFS_PROBLEM, is_unicode, read_exactly, short
+from .resources import read_failure
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -23,7 +24,10 @@ _OPEN_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 
 def file_status(path: Path) -> os.stat_result:
-    """stat(2) of the file, links followed; a `CheckpointError` with a next step when there is none to reach."""
+    """stat(2) of the file, links followed; a `CheckpointError` with a next step when there is none to reach.
+
+    `ResourceError` when the kernel lacks memory.
+    """
     try:
         return os.stat(path)
     except FileNotFoundError:
@@ -36,12 +40,15 @@ def file_status(path: Path) -> os.stat_result:
     except ValueError:
         problem = "no path: it holds a NUL or a character that no file name can have"
     except OSError as error:
-        problem = f"not reachable: {error.strerror}"
+        raise read_failure(str(path), "not reachable", error) from None
     raise CheckpointError(file=str(path), problem=problem) from None
 
 
 def open_regular(path: Path) -> OwnedFd:
-    """A regular file opened for reading, links followed; the caller owns it. `CheckpointError` for everything else."""
+    """A regular file opened for reading, links followed; the caller owns it. `CheckpointError` for everything else.
+
+    `ResourceError` when descriptors or memory are lacking.
+    """
     # By stat first: merely opening a device can do something. By fstat again: the path may have changed in between.
     _require_regular(path, file_status(path))
     try:
@@ -51,7 +58,7 @@ def open_regular(path: Path) -> OwnedFd:
             file=str(path), problem=f"not readable for uid {os.geteuid()}: give this user read permission"
         ) from None
     except OSError as error:
-        raise CheckpointError(file=str(path), problem=f"cannot be opened: {error.strerror}") from error
+        raise read_failure(str(path), "cannot be opened", error) from error
     try:
         _require_regular(path, os.fstat(owned.fileno()))
     except CheckpointError:

@@ -25,12 +25,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointChanged, CheckpointError
+from ..errors import CheckpointChanged, CheckpointError, ResourceError
 from ..fds import OwnedFd
 from ..shard.dtypes import DTYPES
 from ..shard.manifest import SourceFile
 from .documents import CONFIG, INDEX, SUFFIX, file_status, listing, open_regular, read_config, read_index
 from .header import Header, TensorRange, read_header, short
+from .resources import lacking, lacking_for_set, read_failure
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,16 @@ class Checkpoint:
         """Every tensor to be loaded: file by file, each in the order of its bytes."""
         return (tensor for file in self.files for tensor in file.tensors)
 
+    @property
+    def left_out(self) -> tuple[tuple[int, str], ...]:
+        """Number of the file and name of each tensor that a file has and the index gives to another one."""
+        found = []
+        for number, file in enumerate(self.files):
+            if len(file.tensors) < len(file.header.tensors):
+                owned = {tensor.name for tensor in file.tensors}
+                found += [(number, tensor.name) for tensor in file.header.tensors if tensor.name not in owned]
+        return tuple(found)
+
     def recheck(self) -> None:
         """`CheckpointChanged` unless every file, open and by its path, is what it was before its header was read.
 
@@ -152,19 +163,30 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """Opens and validates a checkpoint; the caller closes it.
 
     `path` is a folder or one *.safetensors file. Each header is validated before the next file is opened. Raises
-    `CheckpointError`, with nothing left open, for whatever is not a complete and readable set of weights.
+    `CheckpointError`, with nothing left open, for whatever is not a complete and readable set of weights, and
+    `ResourceError` when this process lacks the descriptors, the memory or the address space to say so.
     """
     given = Path(path).absolute()  # a later chdir must not move it; not resolved, since its name counts
+    try:
+        return _open(given)
+    except MemoryError as error:
+        raise lacking(str(given), "cannot be checked", error) from error
+
+
+def _open(given: Path) -> Checkpoint:
     if stat.S_ISDIR(file_status(given).st_mode):
         folder, chosen = given, _choose(given)
     else:
         folder, chosen = given.parent, _single(given)
     files = []
     with ExitStack() as undo:
-        for name in chosen.names:
-            fd = undo.enter_context(_open_weights(folder / name))
-            files.append(_read_file(folder / name, fd, chosen))
-        config = read_config(folder / CONFIG)
+        try:
+            for name in chosen.names:
+                fd = undo.enter_context(_open_weights(folder / name))
+                files.append(_read_file(folder / name, fd, chosen))
+            config = read_config(folder / CONFIG)
+        except ResourceError as error:
+            raise lacking_for_set(error, len(chosen.names)) from error
         undo.pop_all()  # from here on the checkpoint owns them
     checkpoint = Checkpoint(path=given, folder=folder, files=tuple(files), config=config, ignored=chosen.ignored)
     if chosen.stated_bytes not in (None, checkpoint.tensor_bytes):
@@ -210,9 +232,7 @@ def _choose(folder: Path) -> _Choice:
     try:
         entries = os.listdir(folder)
     except OSError as error:
-        raise CheckpointError(
-            file=str(folder), problem=f"cannot be listed by uid {os.geteuid()}: {error.strerror}"
-        ) from error
+        raise read_failure(str(folder), f"cannot be listed by uid {os.geteuid()}", error) from error
     found, others = _weights(entries)
     if INDEX in entries:
         return _indexed(folder, found + others)

@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 from ..errors import CheckpointChanged, CheckpointError
 from ..shard.dtypes import DTYPES
 from .reference import reference_refusal
+from .resources import read_failure
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,8 @@ class Header:
 def read_header(fd: int, size: int, file: str) -> Header:
     """The header of the file of `size` bytes behind `fd`, which stays the caller's; `file` is its name for errors.
 
-    Raises `CheckpointError` for whatever breaks the format, and `CheckpointChanged` when the file ends before `size`.
+    Raises `CheckpointError` for whatever breaks the format, `CheckpointChanged` when the file ends before `size`,
+    and `ResourceError` when this process lacks what it takes to check it.
     """
     raw = _read_raw(fd, size, file)
     data_start = _LENGTH_BYTES + len(raw)
@@ -128,13 +130,13 @@ def _read_raw(fd: int, size: int, file: str) -> bytes:
 
 
 def read_exactly(fd: int, count: int, offset: int, file: str) -> bytes:
-    """`count` bytes at `offset`. `CheckpointChanged` when the file ends before, `CheckpointError` when a read fails."""
+    """`count` bytes at `offset`. `CheckpointChanged` when the file ends before, `read_failure` when a read fails."""
     parts, position = [], offset
     while position < offset + count:  # a pread may return less than was asked for
         try:
             part = os.pread(fd, offset + count - position, position)
         except OSError as error:
-            raise CheckpointError(file=file, problem=f"cannot read at byte {position}: {error.strerror}") from error
+            raise read_failure(file, f"cannot read at byte {position}", error) from error
         if not part:
             found = os.fstat(fd).st_size
             raise CheckpointChanged(

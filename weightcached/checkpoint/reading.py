@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 
-from ..errors import CheckpointChanged, CheckpointError
+from ..errors import CheckpointChanged
+from .resources import read_failure
 
 
 def read_fully(fd: int, path: str, views: list[memoryview], offset: int) -> None:
@@ -15,7 +16,7 @@ def read_fully(fd: int, path: str, views: list[memoryview], offset: int) -> None
 
     At most 1024 views (IOV_MAX of Linux), writable and of bytes; descriptor and views stay the caller's, and no other
     view of their memory is left behind, not even by an error. `path` is the name for errors: `CheckpointChanged` when
-    the file ends before the views are full, `CheckpointError` when a read fails.
+    the file ends before the views are full, `CheckpointError` when a read fails, `ResourceError` for lack of memory.
     """
     index = got = 0  # the first view that is not full yet, and how many of its bytes are there
     while True:
@@ -29,7 +30,7 @@ def read_fully(fd: int, path: str, views: list[memoryview], offset: int) -> None
             with views[index][got:] as rest:
                 count = os.preadv(fd, [rest, *views[index + 1 :]], offset)
         except OSError as error:
-            raise CheckpointError(file=path, problem=f"cannot read at byte {offset}: {error.strerror}") from error
+            raise read_failure(path, f"cannot read at byte {offset}", error) from error
         if not count:  # a read may return early at a signal too, but then it has read something
             expected = offset + sum(map(len, views[index:])) - got
             found = os.fstat(fd).st_size

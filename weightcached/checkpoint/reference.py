@@ -6,7 +6,7 @@ import os
 
 from safetensors import SafetensorError, safe_open
 
-from ..errors import CheckpointError
+from .resources import lacking
 
 # The library imports the named framework only after it has judged the header. This one is hardly ever installed beside
 # PyTorch, and its ImportError then stands for "header accepted" after 0.3 ms. "np" would import numpy: 100 ms, 15 MB
@@ -22,22 +22,37 @@ def reference_refusal(start: bytes, size: int, file: str) -> str | None:
 
     The library maps what it opens, so it gets a sparse memfd of the same length that holds the header alone: it judges
     exactly the bytes that we judged, reads no weights, and a file that shrinks meanwhile cannot kill us with SIGBUS.
+    That takes two descriptors and `size` bytes of address space for a moment, and next to no memory. `ResourceError`
+    where they are not to be had: nothing that fails here is the fault of the file.
     """
     try:
         fd = os.memfd_create("weightcached-header", os.MFD_CLOEXEC)
     except OSError as error:
-        raise CheckpointError(file=file, problem=f"no memory to check the header in: {error.strerror}") from error
+        raise lacking(file, "no memory to check the header in", error) from error
+    path = f"/proc/self/fd/{fd}"
     try:
         with open(fd, "wb", closefd=False) as copy:
             copy.write(start)
         os.ftruncate(fd, size)
-        with safe_open(f"/proc/self/fd/{fd}", framework=_FRAMEWORK, backend="pread"):
+        with safe_open(path, framework=_FRAMEWORK, backend="pread"):
             return None
     except ImportError:
         return None
     except SafetensorError as error:
         return str(error)
     except OSError as error:
-        raise CheckpointError(file=file, problem=f"cannot check the header: {error.strerror or error}") from error
+        raise lacking(file, "cannot check the header", _reason(path, error)) from error
+    except MemoryError as error:
+        raise lacking(file, f"cannot check the header, which maps {size} bytes without using them", error) from error
     finally:
         os.close(fd)
+
+
+def _reason(path: str, error: OSError) -> OSError:
+    """Why the library could not open `path`: whatever the kernel says, it calls it "No such file" without an errno."""
+    if error.errno is None:
+        try:
+            os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as found:
+            return found
+    return error

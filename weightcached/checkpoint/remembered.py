@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # File times come from a clock with ticks (10 ms at most on Linux, 1 or 2 s in some file systems): a write soon after
-# the last one may leave them as they are. From this age on, any later write gives the file another ctime.
+# the last one may leave them as they are. From this age on a later write gives the file another ctime, unless it goes
+# through a shared mapping to a page that is dirty already (docs/decisions/002-content-digest.md).
 SETTLED_NS = 2_000_000_000
 MAX_ENTRIES = 4096  # some dozens of the largest checkpoints; the oldest go
 _ENTRY = "digest-"
@@ -53,7 +54,7 @@ def digest_once(checkpoint: Checkpoint, threads: int | None = None) -> tuple[str
         if before is None
     ]
     # By the time before the first byte was read: a write from then on is either seen by the digest's own check of the
-    # times, or gives the file other times than those remembered here.
+    # times, or gives the file other times than those remembered here; for the exception see SETTLED_NS.
     remember([source for source in read if started - source.ctime_ns >= SETTLED_NS])
     return content, digests
 

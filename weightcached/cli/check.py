@@ -14,7 +14,8 @@ from typing import Any
 from ..checkpoint.fileset import Checkpoint, open_checkpoint
 from ..config import Config, ModelConfig, load_config
 from ..devices import Device, default_devices, find_devices
-from ..errors import CheckpointError, MissingDependency, SliceError
+from ..errors import CheckpointError, MissingDependency, ResourceError, SliceError
+from ..fds import raise_descriptor_limit
 from ..loader.cast import require_torch
 from ..loader.keys import keys_of
 from ..loader.plan import plan_load
@@ -92,6 +93,7 @@ def check(path: Path, *, as_json: bool = False) -> int:
 
     `ConfigError` for a bad file, `NoSuchDevice` for a device that is not here; both before anything is printed.
     """
+    raise_descriptor_limit()  # as the service and its loaders do: a set that they can open is none to refuse
     config = load_config(path)
     devices = _find(config)
     names = [device.name for device in devices]
@@ -120,7 +122,7 @@ def _report_model(model: ModelConfig, devices: tuple[str, ...]) -> ModelReport:
     try:
         with open_checkpoint(model.checkpoint) as checkpoint:
             return _measure(report, model, checkpoint)
-    except (CheckpointError, SliceError, MissingDependency) as error:
+    except (CheckpointError, ResourceError, SliceError, MissingDependency) as error:
         return replace(report, problem=str(error))
 
 

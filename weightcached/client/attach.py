@@ -69,10 +69,11 @@ def attach(
             it only waits: a model is loaded by its name.
         timeout: seconds for everything, connecting and waiting included, a digest excepted.
         dtype: the element type the model must have, such as torch.bfloat16 or "bfloat16". Without it, with
-            `checkpoint`, a model that was cast while loading does not match.
+            `checkpoint`, a model that was cast while loading does not match; one that was cut by rules of a config, or
+            by another config.json, never does.
         tensor_parallel: (rank, size); the default is the whole model, so nobody gets a slice unasked.
         key: fields of `ShardKey` that must match; `KeyMismatch` lists those that do not. Without them a shard must be
-            the whole of pipeline, expert and data parallel too: size 1, rank 0.
+            the whole of pipeline, expert and data parallel too: size 1, rank 0. A pipeline stage is told by `layers`.
 
     Raises every error above, `TimedOut`, `NoSuchDevice`, `WrongDevice`, `ManifestError`, and `MissingDependency`
     without torch. The tensors must not be used in a forked child: CUDA forbids it, and a lease belongs to one process;
@@ -89,8 +90,6 @@ def attach(
     wanted = {**_rank_fields(tensor_parallel), **(key or {})}
     if dtype is not None:
         wanted["dtype"] = str(dtype).removeprefix("torch.")
-    elif checkpoint is not None:
-        wanted.setdefault("cast", None)  # who names files and no dtype means their bytes
     target = resolve(device)
     request = _Request(model, None if checkpoint is None else Path(checkpoint), wanted, target, mode)
     end = time.monotonic() + timeout
@@ -239,7 +238,7 @@ def _attach_now(request: _Request, end: float, *, wait: bool) -> Weights:
 
         wanted = Wanted(request.checkpoint, model, key)
         found = find_checkpoint(wanted, socket, target.name, end, wait=wait)
-        model, key, end = found.model, {**key, "content": found.content}, end + found.digesting
+        model, key, end = found.model, found.key, end + found.digesting
     assert model is not None
     with ExitStack() as undo:
         connection = Connection.open(socket, device=target.name, timeout=seconds_left(end))

@@ -28,10 +28,10 @@ class Wanted(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A cached model with the checkpoint's bytes, whose digest `content` is. `digesting` took so many seconds."""
+    """A cached model with the checkpoint's bytes, the key to ask for, and the seconds that a digest took."""
 
     model: str
-    content: str
+    key: dict[str, Any]
     digesting: float
 
 
@@ -47,6 +47,7 @@ def find_checkpoint(wanted: Wanted, socket: Path, device: str, end: float, *, wa
 
     started = time.monotonic()
     with open_checkpoint(wanted.checkpoint) as checkpoint:
+        wanted = wanted._replace(key=_strict_key(wanted.key, checkpoint))
         disk = _OnDisk(checkpoint)
         with Connection.open(socket, device=device, timeout=seconds_left(end)) as connection:
             status, fds = connection.request(Subscribe() if wait else Status(), timeout=seconds_left(end))
@@ -63,7 +64,8 @@ def find_checkpoint(wanted: Wanted, socket: Path, device: str, end: float, *, wa
                     raise TimedOut(path=str(socket), seconds=seconds, waited_for=waited_for) from None
                 status, fds = connection.request(Status(), timeout=seconds_left(end + disk.digesting))
                 fds.close()
-            return Found(*found, disk.digesting)
+            model, content = found
+            return Found(model, {**wanted.key, "content": content}, disk.digesting)
 
 
 class _OnDisk:
@@ -117,6 +119,8 @@ class _OnDisk:
             files = _files_of(shard)
             if [file.stat for file in files] == [file.stat for file in self._files]:
                 self._digests = [file.digest or "" for file in files]
+                if self._checkpoint.left_out:
+                    break  # the files are these, but the index chooses among their tensors
                 recorded: str = shard["key"]["content"]
                 return recorded
         if self._content is None and any(map(self._has_sizes_of, _candidates(shards, wanted))):
@@ -140,6 +144,22 @@ class _OnDisk:
             and theirs.digest.partition(":")[0] == digest.partition(":")[0]
             and theirs.digest != digest
         ]
+
+
+def _strict_key(key: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
+    """The fields to match, and what goes without saying for who names files: their bytes, cut as their config says.
+
+    Not cast, unless a dtype is named; by no rules of somebody's config; and what the cut follows from, heads and
+    quantisation among it, is in config.json, which is no part of the content.
+    """
+    from ..checkpoint.digest import json_digest
+
+    implied: dict[str, Any] = {"rules": None}
+    if "dtype" not in key:
+        implied["cast"] = None
+    if any(value != 1 for field, value in key.items() if field.endswith("_parallel_size")):
+        implied["config"] = json_digest(checkpoint.config)
+    return {**implied, **key}
 
 
 def _candidates(shards: Iterable[Shard], wanted: Wanted) -> list[Shard]:

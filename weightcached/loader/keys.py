@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import xxhash
-
+from ..checkpoint.digest import json_digest
 from ..checkpoint.fileset import main_dtype
 from ..shard.key import ShardKey
 
@@ -40,7 +38,7 @@ def keys_of(
             dtype=held,
             cast=dtype,
             quantization=str(quantization.get("quant_method", "unnamed")) if quantization else None,
-            quantization_digest=_digest_of(quantization) if quantization else None,
+            quantization_digest=json_digest(quantization) if quantization else None,
             tensor_parallel_size=parallel.tensor,
             tensor_parallel_rank=rank.tensor,
             pipeline_parallel_size=parallel.pipeline,
@@ -49,14 +47,10 @@ def keys_of(
             expert_parallel_size=rank.moe_size if parallel.expert else 1,
             expert_parallel_rank=rank.moe_rank if parallel.expert else 0,
             expert_placement=parallel.placement if parallel.expert else None,
-            rules=_digest_of(list(shard.rules)) if shard.rules and parallel.world > 1 else None,
+            config=json_digest(checkpoint.config) if parallel.world > 1 else None,
+            rules=json_digest(list(shard.rules)) if shard.rules and parallel.world > 1 else None,
             data_parallel_size=parallel.data,
             data_parallel_rank=rank.data,
         )
         for rank, shard in zip(parallel.ranks(), shards, strict=True)
     ]
-
-
-def _digest_of(config: Any) -> str:
-    """A digest of a JSON value's content, whatever the order of an object's keys."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(config, sort_keys=True).encode())

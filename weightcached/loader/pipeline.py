@@ -57,7 +57,7 @@ def run(
     values = [digest.value() for digest in digests]
     return LoadResult(
         files=tuple(replace(file.source, digest=digest) for file, digest in zip(checkpoint.files, values, strict=True)),
-        content=checkpoint_digest(values),
+        content=checkpoint_digest(values, checkpoint.left_out),
         bytes_read=plan.file_bytes,
         seconds=time.monotonic() - started,
     )

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..checkpoint.reading import read_fully
-from ..errors import CheckpointError
+from ..checkpoint.resources import read_failure
 from ..fds import OwnedFd
 
 PAGE = 4096  # offsets, lengths and addresses of O_DIRECT are multiples of the device's logical block, 4096 at most
@@ -53,8 +53,7 @@ class Reader:
                     got = os.preadv(direct.fileno(), [pages], offset)
             except OSError as error:
                 if error.errno != errno.EINVAL:
-                    problem = f"cannot read at byte {offset}: {error.strerror}"
-                    raise CheckpointError(file=self._path, problem=problem) from error
+                    raise read_failure(self._path, f"cannot read at byte {offset}", error) from error
                 _log.debug("%s: O_DIRECT is refused, so it is read through the page cache", self._path)
                 self._refused = True
         with view[got:] as rest:  # the last bytes, which are no whole page, and what a read that stopped early left

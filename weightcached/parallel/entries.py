@@ -14,9 +14,9 @@ from ..errors import UnknownArchitecture
 from ..shard.dtypes import DTYPES
 from .cuts import Misfit, Part, Piece, cut, whole
 from .model import Leaves, Model, architecture
-from .pieces import Group, piece_of
+from .pieces import Group, piece_of, require_heads
 from .ranks import Parallel
-from .rules import REPLICATE, Kind, number
+from .rules import REPLICATE, Kind, last_number
 from .scales import KV_SCALES, Module, scaled
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ class Entries:
 
     def owner(self, name: str) -> int:
         """The place in its stage of the rank that holds the expert whose number is the last one in `name`."""
-        expert = next((found for part in reversed(name.split(".")) if (found := number(part)) is not None), None)
+        found = last_number(name)
+        expert = found[1] if found is not None else None
         try:
             total = self._experts
             self._require_enough(total)
@@ -129,14 +130,15 @@ class Entries:
             index, per = kind.axis if kind.axis is not None else int(kind.side == "in"), 1
             if index >= len(tensor.shape):
                 raise Misfit(f"its axis {index} should be cut, and its shape is {list(tensor.shape)}")
-            length = tensor.shape[index]
+            length, matrix = tensor.shape[index], len(tensor.shape) > 1
         else:
             module = Module(leaves, self._model.quantization)
             axis = module.axis(leaf, tensor, kind.side)
-            length = module.length(kind.side)
+            length, matrix = module.length(kind.side), module.inner is not None
             if axis is None:
                 return (_whole(tensor, dtype),)
             index, per = axis
+        require_heads(kind, length, self._model.sizes, matrix=matrix)
         pieces = [piece_of(kind, length, Group(size, rank), self._model.sizes) for rank in range(size)]
         return tuple(_cut(tensor, dtype, index, scaled(piece, per, length)) for piece in pieces)
 

@@ -29,6 +29,20 @@ def piece_of(kind: Kind, length: int, group: Group, sizes: Sizes) -> Piece:
     return _CUTS[kind.cut](kind, length, group, sizes)
 
 
+def require_heads(kind: Kind, length: int, sizes: Sizes, *, matrix: bool) -> None:
+    """`Misfit` when `kind` cuts by heads and a side of `length` elements is not so many heads of the model's size.
+
+    Else a wrong number of heads would cut inside of one. A vector (not `matrix`) may have one number for each head.
+    """
+    if kind.cut not in ("q_heads", "kv_heads"):
+        return
+    heads, what = (sizes.heads, "attention") if kind.cut == "q_heads" else (sizes.kv_heads, "key/value")
+    of_each = sizes.head_sizes if matrix or length != heads else ()
+    if of_each and length not in [heads * size for size in of_each]:
+        shown = " or ".join(map(str, of_each))
+        raise Misfit(f"{length} is not {heads} {what} heads of {shown}, the numbers of config.json or its defaults")
+
+
 def _even(kind: Kind, length: int, group: Group, _: Sizes) -> Piece:
     units, rest = divmod(length, kind.unit)
     if rest:

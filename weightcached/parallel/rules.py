@@ -174,6 +174,16 @@ def number(component: str) -> int | None:
     return int(component) if component.isascii() and component.isdigit() and len(component) < 10 else None
 
 
+def last_number(name: str) -> tuple[str, int] | None:
+    """The last number in a name, of an expert, and what stands before it: ("model.layers.3.mlp.experts", 17)."""
+    parts = name.split(".")
+    for index in range(len(parts) - 1, -1, -1):
+        found = number(parts[index])
+        if found is not None:
+            return ".".join(parts[:index]), found
+    return None
+
+
 class Patterns:
     """Finds the first of several patterns that matches a name or the module it belongs to; remembers what it found.
 

@@ -58,14 +58,29 @@ class Sizes:
         return hidden // heads
 
     @property
+    def head_sizes(self) -> tuple[int, ...]:
+        """Sizes that a head may have: head_dim, and v_head_dim where values have their own. () when nothing says them.
+
+        Latent attention (`kv_lora_rank`) has others, which depend on the projection: () too.
+        """
+        says_nothing = self.find("head_dim") is None and self.find("hidden_size") is None
+        if says_nothing or self.find("kv_lora_rank") is not None:
+            return ()
+        values = self.find("v_head_dim")
+        return (self.head_dim,) if values in (None, self.head_dim) else (self.head_dim, values)
+
+    @property
     def layers(self) -> int:
         return self["num_hidden_layers"]
 
     @property
     def experts(self) -> int:
         """Routed experts of one layer."""
-        for key in _EXPERTS:
-            found = self.find(key)
-            if found is not None:
-                return found
-        raise Misfit(f"config.json says none of {', '.join(_EXPERTS)}")
+        found = self.find_experts()
+        if found is None:
+            raise Misfit(f"config.json says none of {', '.join(_EXPERTS)}")
+        return found
+
+    def find_experts(self) -> int | None:
+        """`experts`, or None when neither config.json nor the model class says it."""
+        return next((found for key in _EXPERTS if (found := self.find(key)) is not None), None)

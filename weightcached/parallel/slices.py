@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import CannotCut, CheckpointError, SliceError
 from .borrowed import borrowed_family
 from .casts import Casts
+from .complete import require_complete
 from .custom import extend, parse_rules
 from .cuts import Part, whole
 from .entries import Entries, Refused
@@ -34,7 +35,7 @@ from .families import family_of
 from .model import Model, architecture
 from .ranks import Parallel
 from .rules import Family, Patterns, Place
-from .stages import Stages
+from .stages import Stages, layer_of
 
 if TYPE_CHECKING:
     from ..checkpoint.header import TensorRange
@@ -82,7 +83,7 @@ def plan_slices(
     `tensors` are all of a checkpoint, `config` is its config.json. `rules` come before the family's own (custom.py).
     `dtype`: "bfloat16", "float16" or "float32" casts what casts.py says. Raises `UnknownArchitecture` when there are no
     rules for the architecture or one of its parameters, `CannotCut` when sizes do not fit, `SliceError` for rules or
-    layers that cannot be, `CheckpointError` when the head is missing and is not tied to the embedding.
+    layers that cannot be, `CheckpointError` when a layer, an expert or an untied head is missing.
     """
     try:
         family, others = _find_family(tensors, config, parallel, rules)
@@ -93,8 +94,12 @@ def plan_slices(
     try:
         return tuple(replace(shard, rules=others) for shard in _shards(model, parallel))
     except Refused as refused:
-        largest = _largest_tensor_parallel(model, parallel)
-        raise CannotCut(parameter=refused.parameter, problem=refused.problem, largest=largest) from None
+        largest, why = _largest_tensor_parallel(model, parallel, parallel.tensor - 1), refused.problem
+        if largest is None and parallel.data > 1:
+            alone = _largest_tensor_parallel(model, replace(parallel, data=1), parallel.moe_size)
+            if alone is not None:
+                why += f" (with data_parallel {parallel.data} nothing fits, with 1 tensor_parallel {alone} does)"
+        raise CannotCut(parameter=refused.parameter, problem=why, largest=largest) from None
 
 
 def _find_family(
@@ -107,8 +112,11 @@ def _find_family(
     names = [tensor.name for tensor in tensors]
     parsed = parse_rules(rules)
     for text, rule in zip(rules, parsed, strict=True):
-        pattern = f"{rule.pattern}.**" if isinstance(rule, Place) and rule.stage == "layers" else rule.pattern
-        if not any(map(Patterns([pattern]).find, names)):
+        if isinstance(rule, Place) and rule.stage == "layers":
+            prefix = rule.pattern.removesuffix("*")
+            if all(layer_of(name, prefix) is None for name in names):
+                raise SliceError(problem=f"rule {text!r} matches no tensor of the checkpoint with a number for its *")
+        elif not any(map(Patterns([rule.pattern]).find, names)):
             raise SliceError(problem=f"rule {text!r} matches no tensor of the checkpoint")
     family = family_of(config)
     others = tuple(rules)
@@ -143,6 +151,7 @@ def _shards(model: Model, parallel: Parallel) -> tuple[ShardSlices, ...]:
             else:
                 for held, slice_ in zip(stage_ranks[stage], cycle(made), strict=False):
                     held.append(slice_)
+    require_complete(model, stages)
     alias = _alias(model, cut=True)
     ranges = stages.ranges
     return tuple(
@@ -180,12 +189,10 @@ def _alias(model: Model, *, cut: bool) -> dict[str, str]:
     return {}
 
 
-def _largest_tensor_parallel(model: Model, parallel: Parallel) -> int | None:
-    """The largest size below the refused one for which every tensor fits; None when not even 1 does."""
+def _largest_tensor_parallel(model: Model, parallel: Parallel, most: int) -> int | None:
+    """The largest size up to `most` for which every tensor fits, beside the other sizes; None when not even 1 does."""
     sample = model.sample()
-    return next(
-        (size for size in range(parallel.tensor - 1, 0, -1) if _fits(sample, replace(parallel, tensor=size))), None
-    )
+    return next((size for size in range(most, 0, -1) if _fits(sample, replace(parallel, tensor=size))), None)
 
 
 def _fits(model: Model, parallel: Parallel) -> bool:

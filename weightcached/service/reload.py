@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..checkpoint.fileset import open_checkpoint
 from ..config import Config, load_config
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, ResourceError
 from ..shard.manifest import SourceFile, parse_head, read_documents
 from .models import LoadSpec, Model
 from .vault import Vault
@@ -55,5 +55,5 @@ def _changed_on_disk(checkpoint: Path, files: tuple[SourceFile, ...]) -> bool:
     try:
         with open_checkpoint(checkpoint) as found:
             return [file.source.stat for file in found.files] != [file.stat for file in files]
-    except CheckpointError:
+    except (CheckpointError, ResourceError):
         return True  # the load that follows says what is wrong with it

@@ -15,9 +15,9 @@ class ShardKey:
     `content` is the digest of every byte of the checkpoint. `layout` is "checkpoint" for names and bytes as on disk, or
     an engine's own tag for weights it has processed. `dtype` is the torch name of the element type that holds most of
     the floating-point bytes, `cast` the one that the weights were cast to while loading, None for as they are on disk.
-    `layers` is the range [first, last) of this pipeline stage, None for all. `rules` is a digest of the rules that it
-    was cut by where they are not this version's own, None otherwise. `compute_capability` and `backends` are set by
-    engine layouts only.
+    `layers` is the range [first, last) of this pipeline stage, None for all. Of a rank among several, `config` is the
+    digest of config.json, by which it was cut, and `rules` one of the rules where they are not this version's own.
+    `compute_capability` and `backends` are set by engine layouts only.
     """
 
     content: str
@@ -35,6 +35,7 @@ class ShardKey:
     expert_parallel_size: int = 1
     expert_parallel_rank: int = 0
     expert_placement: str | None = None
+    config: str | None = None
     rules: str | None = None
     data_parallel_size: int = 1
     data_parallel_rank: int = 0

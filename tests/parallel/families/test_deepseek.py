@@ -32,12 +32,12 @@ def test_deepseek_v3(tensor: int, rows: dict[str, int]) -> None:
         shapes = shapes_of(shard)
         assert shapes["model.layers.0.mlp.up_proj.weight"] == (rows["dense"], 7168)
         assert shapes["model.layers.0.mlp.up_proj.weight_scale_inv"] == (rows["dense"] // 128, 56)
-        assert shapes["model.layers.3.mlp.experts.255.down_proj.weight"] == (7168, rows["experts"])
-        assert shapes["model.layers.3.self_attn.kv_b_proj.weight"] == (rows["kv_b"], 512)
-        assert shapes["model.layers.3.self_attn.kv_b_proj.weight_scale_inv"] == (rows["kv_b"] // 128, 4)
-        assert shapes["model.layers.3.self_attn.q_b_proj.weight"] == (rows["q_b"], 1536)
-        assert shapes["model.layers.3.self_attn.o_proj.weight"] == (7168, 16384 // tensor)
-        assert shapes["model.layers.3.self_attn.kv_a_proj_with_mqa.weight"] == (576, 7168)
+        assert shapes["model.layers.1.mlp.experts.255.down_proj.weight"] == (7168, rows["experts"])
+        assert shapes["model.layers.1.self_attn.kv_b_proj.weight"] == (rows["kv_b"], 512)
+        assert shapes["model.layers.1.self_attn.kv_b_proj.weight_scale_inv"] == (rows["kv_b"] // 128, 4)
+        assert shapes["model.layers.1.self_attn.q_b_proj.weight"] == (rows["q_b"], 1536)
+        assert shapes["model.layers.1.self_attn.o_proj.weight"] == (7168, 16384 // tensor)
+        assert shapes["model.layers.1.self_attn.kv_a_proj_with_mqa.weight"] == (576, 7168)
         assert shapes["model.embed_tokens.weight"] == (129280 // tensor, 7168)  # a multiple of 64 already
 
 
@@ -54,7 +54,7 @@ def test_deepseek_v3_for_32_ranks_is_refused() -> None:
 def test_each_part_of_it_for_32_ranks(kept: str) -> None:
     """Attention alone fits 32 ranks: 1024 and 768 rows are whole blocks. Neither kind of layer does."""
     ranges, config = deepseek_v3()
-    parts = {"dense": "layers.0.mlp", "experts": "layers.3.mlp", "attention": "self_attn"}
+    parts = {"dense": "layers.0.mlp", "experts": "layers.1.mlp", "attention": "self_attn"}
     ranges = [tensor for tensor in ranges if parts[kept] in tensor.name or "lm_head" in tensor.name]
 
     if kept == "attention":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.parallel.families import checkpoints
-from tests.parallel.families.checkpoints import DENSE, HEAD_DIM, Checkpoint, dense, linear
+from tests.parallel.families.checkpoints import DENSE, HEAD_DIM, Checkpoint, dense, linear, norms
 from tests.parallel.families.joining import MATRIX, joins
 from tests.parallel.families.quantised import SCHEMES, quantised
 from tests.parallel.families.released import llama_3_8b, parts_of, shapes_of
@@ -68,14 +68,17 @@ def test_llama_3_8b(tensor: int, rows: dict[str, int]) -> None:
 def test_a_vocabulary_is_padded_to_64() -> None:
     """32001 words for 8 ranks: 4008 rows each, of which the last rank has 3945 and 63 of zeros."""
     entries = linear("model.embed_tokens", 32001, 64) | linear("lm_head", 32001, 64)
-    vocabulary = Checkpoint(checkpoints.config("LlamaForCausalLM", vocab_size=32001), entries)
+    layer = norms("model.layers.0.", ["input_layernorm"])
+    config = checkpoints.config("LlamaForCausalLM", vocab_size=32001, num_hidden_layers=1)
+    vocabulary = Checkpoint(config, entries | layer)
 
     shards = plan_slices(vocabulary.ranges(), vocabulary.config, Parallel(tensor=8))
 
     for rank, shard in enumerate(shards):
-        assert shapes_of(shard) == dict.fromkeys(entries, (4008, 64))
+        assert shapes_of(shard) == dict.fromkeys(entries, (4008, 64)) | dict.fromkeys(layer, (64,))
         real = 3945 if rank == 7 else 4008
-        assert parts_of(shard) == {name: [(rank * 4008 * 128, real * 128, 1)] for name in entries}
+        parts = parts_of(shard)
+        assert [parts[name] for name in entries] == [[(rank * 4008 * 128, real * 128, 1)]] * 2
 
 
 def test_more_ranks_than_heads_are_refused() -> None:
@@ -102,7 +105,7 @@ def test_the_message_has_parameter_sizes_and_what_fits(
     change: dict[str, int], tensor: int, parameter: str, words: str, largest: int
 ) -> None:
     """Query and key/value heads that the ranks do not divide."""
-    name, rows = f"model.layers.0.{parameter}", 12 * HEAD_DIM
+    name, rows = f"model.layers.0.{parameter}", int(words.split()[0]) * HEAD_DIM
     one = Checkpoint(checkpoints.config("LlamaForCausalLM", **change), linear(name.removesuffix(".weight"), rows, 64))
     whole = linear("lm_head", 192, 64)
 

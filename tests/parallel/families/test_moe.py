@@ -86,7 +86,7 @@ def test_sixty_experts_for_eight_ranks() -> None:
     """The first four ranks hold 8, the others 7: they start at 0, 8, 16, 24, 32, 39, 46, 53."""
     names = [f"model.layers.0.mlp.experts.{index}.up_proj" for index in range(60)]
     entries = {key: entry for name in names for key, entry in linear(name, 8, 8).items()}
-    config = checkpoints.config("Qwen2MoeForCausalLM", num_experts=60)
+    config = checkpoints.config("Qwen2MoeForCausalLM", num_experts=60, num_hidden_layers=1)
     one = Checkpoint(config, entries | linear("lm_head", 128, 8))
 
     shards = plan_slices(one.ranges(), one.config, Parallel(tensor=8, expert=True))

@@ -19,9 +19,20 @@ LATENT_ATTENTION: Part = (
 SHARED = shared_expert("mlp.shared_experts")
 INDEXER: Part = (("self_attn.indexer.{wq_b,wk,weights_proj,k_norm}", REPLICATE),)
 
+DEFAULTS = {"kv_lora_rank": 512}
+
 # What transformers computes in float32 keeps its type: the router, e_score_correction_bias with it, and of the indexer
 # the norm and the weights of its heads.
-DEEPSEEK = decoder("DeepSeek V2 and V3", LATENT_ATTENTION, EXPERTS, SHARED, MLP, PRE_NORMS, uncast=("mlp.gate",))
+DEEPSEEK = decoder(
+    "DeepSeek V2 and V3",
+    LATENT_ATTENTION,
+    EXPERTS,
+    SHARED,
+    MLP,
+    PRE_NORMS,
+    uncast=("mlp.gate",),
+    defaults=DEFAULTS,
+)
 DEEPSEEK_V32 = decoder(
     "DeepSeek V3.2",
     LATENT_ATTENTION,
@@ -31,6 +42,7 @@ DEEPSEEK_V32 = decoder(
     MLP,
     PRE_NORMS,
     uncast=("mlp.gate", "self_attn.indexer.{k_norm,weights_proj}"),
+    defaults=DEFAULTS,
 )
 
 FAMILIES: dict[str, Family] = {
