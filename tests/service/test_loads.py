@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import MakeCheckpoint
-from tests.llama import LAYERS, Tensor, slab_of
+from tests.llama import LAYERS, Tensor, slab_of, write_llama
 from tests.running import process_of_role, wait_for_end
-from tests.service.conftest import HOST, HOSTS, StartService, attach, generation, held_by, model
+from tests.service.conftest import HOST, HOSTS, StartService, attach, generation, held_by, model, slab_bytes
+from tests.wire.serving import Client
+from tests.worker.process import shard
 from weightcached.config import ModelConfig
 from weightcached.errors import (
     ConnectionLost,
@@ -298,6 +300,71 @@ def test_a_rank_without_room_fails_the_whole_load(start_service: StartService, l
     service.ctl("load", "cut")
     service.ctl("wait", "cut", "--timeout", "30")
     service.stop()
+
+
+def test_ranks_of_two_loads_are_not_given_out_by_name(
+    start_service: StartService, llama: Llama, runtime_dir: Path, make_checkpoint: MakeCheckpoint
+) -> None:
+    """A load replaces one rank of two and is killed: no client of either device gets the model by its name, not from a
+    restarted worker either, until a later load has replaced both."""
+    folder, _ = llama
+    service = start_service(HOSTS + model("cut", folder, "tensor_parallel = 2")).ready()
+    old = {device: generation_at(device) for device in ("host-0", "host-1")}
+    assert old == {"host-0": 1, "host-1": 1}
+    content = service.status()["devices"][1]["shards"][0]["key"]["content"]
+    tensors = write_llama(folder, make_checkpoint)
+    service.ctl("reload")
+    loader = process_of_role(service, "loader")
+    os.kill(loader, signal.SIGSTOP)
+    assert {device: generation_at(device) for device in old} == old  # nothing is published yet
+    publish_first_rank(runtime_dir)
+    for device in old:
+        with pytest.raises(ModelLoading):
+            attach("cut", device=device)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(attach, "cut", 60, device=device) for device in old]
+        os.kill(loader, signal.SIGKILL)
+        for one in waiting:
+            with pytest.raises(ModelFailed, match="1 of 2 ranks are published, rank 1 on host-1 is not"):
+                one.result(20)
+    found = service.model("cut")
+    assert (found["state"], found["ranks_cached"], found["generations"][1]) == ("failed", 1, 1)
+    pid = service.status()["devices"][1]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    wait_for_end(pid)
+    for device in old:
+        with pytest.raises(ModelFailed, match="1 of 2 ranks"):
+            attach("cut", 5, device=device)
+    worker, fds = attach("cut", device="host-1", content=content)
+    with worker, fds:
+        assert generation(fds) == 1
+    service.ctl("load", "cut")
+    loader = process_of_role(service, "loader")
+    os.kill(loader, signal.SIGSTOP)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(attach, "cut", 60, device=device) for device in old]
+        publish_first_rank(runtime_dir)
+        os.kill(loader, signal.SIGCONT)
+        for rank, one in enumerate(waiting):
+            worker, fds = one.result(30)
+            with worker, fds:
+                assert slab_bytes(fds) == slab_of(tensors, rank, 2)
+    service.stop()
+
+
+def generation_at(device: str) -> int:
+    """Which one a client gets that asks by the name."""
+    worker, fds = attach("cut", device=device)
+    with worker, fds:
+        return generation(fds)
+
+
+def publish_first_rank(runtime_dir: Path) -> None:
+    """Does a stopped loader's work on the device of its first rank: the load in progress has published one rank."""
+    with Client(runtime_dir / "host-0.sock") as publisher:
+        number = publisher.ask({"op": "reserve", "model": "cut", "nbytes": 4})["generation"]
+        with shard("cut", number, b"half") as fds:
+            publisher.ask({"op": "publish"}, [fd.fileno() for fd in fds])
 
 
 LOADER = """

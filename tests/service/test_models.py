@@ -263,11 +263,51 @@ def test_the_sentence_says_what_goes_on() -> None:
 def test_the_worker_is_told_state_progress_and_reason() -> None:
     """What a client hears while the model is not there."""
     model = new()
-    assert model.for_worker() == {"state": "absent", "progress": 0.0, "reason": None}
+    assert model.for_worker() == {"state": "absent", "progress": 0.0, "reason": None, "whole": True}
     failed(model)
     assert model.for_worker() == {
-        "state": "failed", "progress": 0.0, "reason": "/models/m/model.safetensors: is not there",
+        "state": "failed", "progress": 0.0, "reason": "/models/m/model.safetensors: is not there", "whole": True,
     }  # fmt: skip
+
+
+def moved(*devices: str) -> Callable[[Model], object]:
+    """The config names these devices now, one rank each."""
+    return lambda model: model.configure(config(tensor_parallel=len(devices)), devices)
+
+
+@pytest.mark.parametrize(
+    ("steps", "whole"),
+    [
+        pytest.param((), False, id="new"),
+        pytest.param((begin, rank(0, 1)), False, id="one of two"),
+        pytest.param(BOTH, True, id="both"),
+        pytest.param((*BOTH, begin), True, id="again, nothing published yet"),
+        pytest.param((*BOTH, begin, FAIL), True, id="again, and failed before it published"),
+        pytest.param((*BOTH, begin, Model.called_off), True, id="again, and called off"),
+        pytest.param((*BOTH, begin, rank(0, 2)), False, id="again, one replaced"),
+        pytest.param((*BOTH, begin, rank(0, 2), FAIL), False, id="again, and failed half-way"),
+        pytest.param((*BOTH, begin, rank(0, 2), FAIL, Model.queue), False, id="queued after that"),
+        pytest.param((*BOTH, begin, rank(0, 2), FAIL, begin, rank(1, 2)), False, id="other halves of two loads"),
+        pytest.param((*BOTH, begin, rank(0, 2), FAIL, begin, rank(0, 3), rank(1, 2)), True, id="loaded after that"),
+        pytest.param((*BOTH, begin, rank(0, 2), Model.called_off), False, id="called off half-way"),
+        pytest.param((*BOTH, begin, rank(0, 2), rank(1, 2)), True, id="again, both replaced"),
+        pytest.param((*BOTH, drop(1)), True, id="one is evicted"),
+        pytest.param((*BOTH, drop(1), begin, rank(1, 2)), False, id="one is evicted and loaded again"),
+        pytest.param((*BOTH, begin, rank(0, 2), FAIL, drop(0)), False, id="one of a mixture is evicted"),
+        pytest.param((*BOTH, moved("host-1", "host-0"), begin), True, id="moved, nothing published yet"),
+        pytest.param((*BOTH, moved("host-1", "host-0"), begin, rank(0, 2)), False, id="moved, one published"),
+        pytest.param((*BOTH, moved("host-1", "host-0"), begin, rank(0, 2), rank(1, 2)), True, id="moved, and loaded"),
+        pytest.param((begin, rank(0, 1), FAIL, moved("host-0", "host-2")), False, id="half of it moved"),
+        pytest.param((begin, rank(0, 1), FAIL, moved("host-0")), True, id="one rank has no other"),
+    ],
+)
+def test_a_model_is_whole_when_its_workers_hold_the_ranks_of_one_load(steps: Steps, whole: bool) -> None:
+    """From the first rank that a load publishes to its last one the model is not whole, however the load ends; an old
+    set stays whole until then, and a model of one rank always is."""
+    model = pair()
+    for step in steps:
+        step(model)
+    assert model.for_worker()["whole"] == model.whole == whole
 
 
 def test_a_status_describes_the_whole_model() -> None:

@@ -17,7 +17,7 @@ import pytest
 from tests.leaks import NoDescriptorLeaks
 from tests.running import process_of_role, wait_for_end
 from tests.service.conftest import HOST, StartService, attach, generation, model, slab_bytes
-from tests.wire.serving import Client
+from tests.wire.serving import HELLO, Client
 from tests.worker.process import shard
 from weightcached.errors import DeviceError
 from weightcached.service import workers
@@ -34,14 +34,20 @@ class Told:
 
     def __init__(self) -> None:
         self.wanted: list[str] = []
+        self.arrived: list[tuple[str, int]] = []
         self.held: list[tuple[str, int]] = []
         self.dropped: list[tuple[str, int]] = []
         self.at_first: Callable[[], None] = lambda: None
+        self.at_arrival: Callable[[], None] = lambda: None
 
     def model_wanted(self, device: str, model: str) -> None:
         if not self.wanted:
             self.at_first()
         self.wanted.append(model)
+
+    def shard_arrived(self, device: str, model: str, generation: int) -> None:
+        self.at_arrival()
+        self.arrived.append((model, generation))
 
     def shard_held(self, device: str, model: str, generation: int) -> None:
         self.held.append((model, generation))
@@ -186,6 +192,53 @@ def test_a_broken_message_starts_the_worker_again(
         await worker.serving.wait()
         assert started == ["script", "worker"]
         assert await asyncio.to_thread(models_at, runtime_dir) == ["m"]
+
+    run(runtime_dir, body)
+
+
+IN_PART = {"m": {"state": "failed", "progress": 0.0, "reason": "half of it", "whole": False}}
+
+
+def test_a_model_in_part_is_named_before_its_rank_is_published(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, descriptors: NoDescriptorLeaks
+) -> None:
+    """What the owner tells at the arrival of a shard is read by the worker before the shard is published."""
+    scripted(
+        monkeypatch,
+        "framing.Frame({'hold': {'model': 'm', 'generation': 1, 'nbytes': 4}}).send(channel)\n"
+        "said = [framing.decode(framing.receive(channel)[0]) for _ in range(4)]\n"
+        "for one in said: framing.Frame({'wanted': {'model': sorted(one)[0]}}).send(channel)\n"
+        "framing.Frame({'drop': {'model': 'm', 'generation': 1}}).send(channel)\n",
+    )
+
+    async def body(worker: WorkerProcess, told: Told, vault: Vault) -> None:
+        told.at_arrival = lambda: worker.tell_models(IN_PART)
+        await worker.serving.wait()
+        assert (told.arrived, told.held) == ([("m", 1)], [("m", 1)])
+        assert told.wanted == ["models", "serve", "models", "held"]
+
+    run(runtime_dir, body)
+
+
+def test_a_restarted_worker_gives_out_no_model_in_part(runtime_dir: Path, descriptors: NoDescriptorLeaks) -> None:
+    """What is to be known of the models is there before the first client is, who may have waited in the queue."""
+
+    async def body(worker: WorkerProcess, told: Told, vault: Vault) -> None:
+        await worker.serving.wait()
+        with shard("m", 1, b"data") as fds:
+            vault.hold("host-0", "m", 1, 4, fds)
+        worker.tell_models(IN_PART)
+        for _ in range(3):
+            assert worker.pid is not None
+            worker.serving.clear()
+            os.kill(worker.pid, signal.SIGKILL)
+            with Client(runtime_dir / "host-0.sock", hello=False) as client:
+                client.send(HELLO)
+                client.send({"op": "attach", "model": "m"})
+                await worker.serving.wait()
+                replies = [await asyncio.to_thread(client.receive) for _ in range(2)]
+            assert replies[1] is not None and replies[1]["error"]["code"] == "model-failed", replies
+            assert await asyncio.to_thread(models_at, runtime_dir) == ["m"]
 
     run(runtime_dir, body)
 

@@ -225,6 +225,117 @@ class TestWaiting:
         assert worker.shards("forgotten")[0]["leases"] == []
 
 
+def told(worker: WorkerProcess, model: str, state: str, *, whole: bool, reason: str | None = None) -> None:
+    """The service's word on one model, read by the worker when this returns."""
+    worker.tell({"models": {model: {"state": state, "progress": 0.5, "reason": reason, "whole": whole}}})
+    worker.status()
+
+
+def cached_in_part(worker: WorkerProcess, model: str) -> None:
+    """The old rank is held here, then another worker's is replaced."""
+    worker.publish(model, b"old!")
+    told(worker, model, "loading", whole=False)
+
+
+class TestInPart:
+    """A model of several ranks, of which another worker holds a rank of another load."""
+
+    def test_it_is_absent_by_its_name(self, worker: WorkerProcess) -> None:
+        """Who does not wait hears what the model is doing, whatever the shard here is; a key of a rank changes
+        nothing. When the model is whole it is there again."""
+        cached_in_part(worker, "part")
+        with worker.client() as client:
+            for state, code in (
+                ("loading", "model-loading"),
+                ("absent", "model-not-loaded"),
+                ("failed", "model-failed"),
+            ):
+                told(worker, "part", state, whole=False, reason="1 of 2 ranks are published")
+                for key in ({}, {"tensor_parallel_size": 1, "tensor_parallel_rank": 0}):
+                    error = client.refused({"op": "attach", "model": "part", "key": key})
+                    assert error["code"] == code
+            assert error["fields"]["reason"] == "1 of 2 ranks are published"
+            assert worker.shards("part")[0]["leases"] == []
+            told(worker, "part", "cached", whole=True)
+            assert bytes_of(attach(client, "part")[1]) == b"old!"
+
+    def test_who_names_the_content_gets_it(self, worker: WorkerProcess) -> None:
+        """With the content in its key nobody can get a mixture: granted, or a mismatch as ever."""
+        cached_in_part(worker, "exact")
+        with worker.client() as client:
+            assert bytes_of(attach(client, "exact", key={"content": "c0ffee"})[1]) == b"old!"
+            error = client.refused({"op": "attach", "model": "exact", "key": {"content": "7ea"}})
+            assert error["code"] == "key-mismatch"
+
+    def test_other_models_are_given_out(self, worker: WorkerProcess) -> None:
+        """A model that the service does not name, or of which it says nothing like it."""
+        worker.publish("unnamed", b"data")
+        cached_in_part(worker, "named")
+        with worker.client() as client:
+            assert bytes_of(attach(client, "unnamed")[1]) == b"data"
+            worker.tell({"models": {"named": {"state": "failed", "progress": 0.0, "reason": "x"}}})
+            worker.status()
+            assert bytes_of(attach(client, "named")[1]) == b"old!"
+
+    def test_who_waits_gets_it_when_it_is_whole(self, worker: WorkerProcess) -> None:
+        """Not the old rank, and not the new one when it is published, but when every rank is; who waits for the content
+        of the new one gets it at once."""
+        with worker.client() as waiting, worker.client() as exact:
+            told(worker, "whole", "loading", whole=False)
+            exact.send({"op": "attach", "model": "whole", "wait": 30, "key": {"content": "c0ffee"}})
+            waiting.send({"op": "attach", "model": "whole", "wait": 30})
+            worker.status()
+            worker.publish("whole", b"new!")
+            assert bytes_of(answer(exact)[1]) == b"new!"
+            worker.status()
+            assert not select.select([waiting.sock], [], [], 0.05)[0]
+            told(worker, "whole", "cached", whole=True)
+            assert bytes_of(answer(waiting)[1]) == b"new!"
+
+    def test_the_last_rank_is_whole_after_its_publish(self, worker: WorkerProcess) -> None:
+        """On the device of the last rank the service confirms the publish first: nobody gets the rank before."""
+        cached_in_part(worker, "last")
+        with worker.client() as waiting:
+            waiting.send({"op": "attach", "model": "last", "wait": 30})
+            worker.status()
+            worker.publish("last", b"new!")
+            worker.dropped()
+            told(worker, "last", "cached", whole=True)
+            assert bytes_of(answer(waiting)[1]) == b"new!"
+
+    def test_who_waits_for_another_key_hears_of_it(self, worker: WorkerProcess) -> None:
+        """What is whole now is not what one client asked for; the others get theirs."""
+        cached_in_part(worker, "other-key")
+        with worker.client() as wrong, worker.client() as right:
+            wrong.send({"op": "attach", "model": "other-key", "wait": 30, "key": {"dtype": "int4"}})
+            right.send({"op": "attach", "model": "other-key", "wait": 30})
+            worker.status()
+            told(worker, "other-key", "cached", whole=True)
+            assert answer(wrong)[0]["error"]["code"] == "key-mismatch"
+            assert bytes_of(answer(right)[1]) == b"old!"
+
+    def test_who_waits_hears_of_the_failure(self, worker: WorkerProcess) -> None:
+        """The load that had published some ranks fails: that ends the wait, although a shard is here."""
+        cached_in_part(worker, "half")
+        with worker.client() as waiting:
+            waiting.send({"op": "attach", "model": "half", "wait": 30})
+            worker.status()
+            told(worker, "half", "failed", whole=False, reason="1 of 2 ranks are published")
+            reply, _ = answer(waiting)
+            assert (reply["error"]["code"], reply["error"]["fields"]["reason"]) == (
+                "model-failed",
+                "1 of 2 ranks are published",
+            )
+
+    def test_who_waits_has_it_loaded(self, worker: WorkerProcess) -> None:
+        """A load that was called off half-way leaves a model that can be asked for."""
+        cached_in_part(worker, "again")
+        told(worker, "again", "absent", whole=False)
+        with worker.client() as client:
+            client.send({"op": "attach", "model": "again", "wait": 30})
+            assert worker.heard() == {"wanted": {"model": "again"}}
+
+
 class TestPublish:
     """All or nothing."""
 

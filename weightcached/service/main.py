@@ -203,11 +203,19 @@ class Service:
         if state is not None and device in state.devices and state.state == "absent":
             self._load([state])
 
-    def shard_held(self, device: str, model: str, generation: int) -> None:
+    def shard_arrived(self, device: str, model: str, generation: int) -> None:
         shard = self.vault.find(device, model)
         state = self.models.get(model)
         if state is not None and device in state.devices and shard is not None:
             state.published(device, shard.generation, shard.nbytes)  # the newest, whichever was published last
+            if not state.whole:
+                # Before the shard is given out. That a model is whole is said after it, in `shard_held`: until then its
+                # worker has the rank of the load before.
+                self._tell_workers(state.devices)
+
+    def shard_held(self, device: str, model: str, generation: int) -> None:
+        state = self.models.get(model)
+        if state is not None and device in state.devices:
             self._model_changed(state)
 
     def shard_dropped(self, device: str, model: str, generation: int) -> None:

@@ -55,6 +55,7 @@ class Model:
     _load_started: float = 0.0
     _shards: dict[str, CachedRank] = field(default_factory=dict)  # by device, the newest one of each
     _together: set[str] = field(default_factory=set)  # devices whose shards are of the load that published last
+    _whole: bool = False  # whether every rank was there when one was last published
     _load_published: bool = False  # whether the load that was begun last has published yet
 
     @property
@@ -75,6 +76,15 @@ class Model:
     def complete(self) -> bool:
         """Whether every rank is there."""
         return len(self._together) == len(self.devices)
+
+    @property
+    def whole(self) -> bool:
+        """Whether what its workers hold may be given out by name: ranks of two loads would be a mixture of weights.
+
+        A set of ranks stays whole while the next one is loaded, for other devices as well, until that one publishes.
+        What an eviction leaves of it is of one load still.
+        """
+        return self._whole or len(self.devices) == 1
 
     @property
     def nbytes(self) -> int:
@@ -125,6 +135,7 @@ class Model:
             self._load_published = True
         self._shards[device] = CachedRank(generation, nbytes)
         self._together.add(device)
+        self._whole = self.complete
         if self.complete:
             self.state, self.error = "cached", None
 
@@ -168,8 +179,9 @@ class Model:
         return f"loading {self.name} {self.progress:.0%}, {self.rate / 1e9:.1f} GB/s".replace("%", " %")
 
     def for_worker(self) -> dict[str, Any]:
-        """What a worker tells a client that asks for the model while it is not there."""
-        return {"state": self.state, "progress": self.progress, "reason": str(self.error) if self.error else None}
+        """What a worker tells a client that asks for the model while it is not there, or not `whole`."""
+        reason = str(self.error) if self.error else None
+        return {"state": self.state, "progress": self.progress, "reason": reason, "whole": self.whole}
 
     def describe(self) -> dict[str, Any]:
         """The model in a status reply. `devices` and `generations` are in rank order."""

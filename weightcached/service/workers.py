@@ -33,8 +33,12 @@ class WorkerOwner(Protocol):
         """A client waits for a configured model that is not being loaded."""
         ...
 
+    def shard_arrived(self, device: str, model: str, generation: int) -> None:
+        """A shard is in the vault. Its worker gives it out when it has read what it is sent after this."""
+        ...
+
     def shard_held(self, device: str, model: str, generation: int) -> None:
-        """A shard is published on the device."""
+        """Its worker is told that the shard is published on the device."""
         ...
 
     def shard_dropped(self, device: str, model: str, generation: int) -> None:
@@ -102,6 +106,7 @@ class WorkerProcess:
                     self.serving.set()
                 case {"hold": {"model": str(model), "generation": int(generation), "nbytes": int(nbytes)}}:
                     self._vault.hold(self.device, model, generation, nbytes, fds)
+                    self._owner.shard_arrived(self.device, model, generation)
                     self._send({"held": {"model": model, "generation": generation}})
                     self._owner.shard_held(self.device, model, generation)
                 case {"drop": {"model": str(model), "generation": int(generation)}}:
@@ -162,8 +167,8 @@ class WorkerProcess:
         for shard in self._vault.of_device(self.device):
             name = {"model": shard.model, "generation": shard.generation}
             self._channel.send({"adopt": name}, [item.fileno() for item in shard.descriptors])
+        self._send({"models": self._models})  # before any client is served: not all that is adopted may be given out
         self._send({"serve": {"generations": self._vault.generations(self.device)}})
-        self._send({"models": self._models})
         code = await self._process.wait()
         await self._channel_ended.wait()  # what it said last is read before another one is given what is held
         return code

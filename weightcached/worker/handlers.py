@@ -98,11 +98,17 @@ class Handlers:
         }
 
     def models_changed(self, models: dict[str, dict[str, Any]]) -> None:
-        """The service's word on its models: name -> {"state", "progress", "reason"}. Waiting clients are told."""
+        """The service's word on its models: name -> {"state", "progress", "reason", "whole"}. Waiting clients are told.
+
+        A model that has become whole is given to those who wait for it.
+        """
         known, self._models = self._models, models
         for connection, waiting in list(self._waiting.items()):
             name = waiting.request.model
             state = models.get(name, {})
+            if (shard := self._find(waiting.request)) is not None:
+                self._grant_waiting(connection, shard)
+                continue
             if state.get("state") == "failed":
                 if self._end_wait(connection):
                     connection.fail(self._absent(name))
@@ -129,12 +135,8 @@ class Handlers:
             return
         self._announce("published", pending.shard)
         for connection, waiting in list(self._waiting.items()):
-            # False for a client that was cut off meanwhile, by what another one's grant has set off.
-            if waiting.request.model == model and self._end_wait(connection):
-                try:
-                    self._grant(connection, waiting.request, pending.shard)
-                except WeightCacheError as error:
-                    connection.fail(error)
+            if waiting.request.model == model and self._find(waiting.request) is not None:
+                self._grant_waiting(connection, pending.shard)
 
     def close(self) -> None:
         """Closes the descriptors of publishes that were never confirmed."""
@@ -143,7 +145,7 @@ class Handlers:
         self._publishing.clear()
 
     def _attach(self, connection: ServerConnection, request: Attach) -> None:
-        shard = self._catalogue.find(request.model)
+        shard = self._find(request)
         if shard is not None:
             self._grant(connection, request, shard)
             return
@@ -154,6 +156,16 @@ class Handlers:
         timer = asyncio.get_running_loop().call_later(request.wait, self._waited_enough, connection)
         self._waiting[connection] = Waiting(request, timer)
         connection.on_close.append(lambda: self._forget(connection))
+
+    def _find(self, request: Attach) -> Shard | None:
+        """The shard that a request is for, None while it may not be given out.
+
+        The ranks of a model that is not whole are of two loads, or some are not there yet. Each is good for who names
+        the content; by the model's name alone, clients of several devices would get a mixture.
+        """
+        if "content" in request.key or self._models.get(request.model, {}).get("whole", True):
+            return self._catalogue.find(request.model)
+        return None
 
     def _want(self, model: str) -> None:
         if self._models.get(model, {}).get("state") == "absent":
@@ -166,6 +178,16 @@ class Handlers:
         connection.hold()
         reply = {"model": shard.model, "generation": shard.generation, "lease": lease.id}
         connection.reply(reply, shard.descriptors)
+
+    def _grant_waiting(self, connection: ServerConnection, shard: Shard) -> None:
+        """Ends a wait with the shard, or with why it is not what the client asked for."""
+        waiting = self._end_wait(connection)
+        if waiting is None:  # it was cut off meanwhile, by what another one's grant has set off
+            return
+        try:
+            self._grant(connection, waiting.request, shard)
+        except WeightCacheError as error:
+            connection.fail(error)
 
     def _end_lease(self, lease: Lease) -> None:
         self._catalogue.end_lease(lease)
@@ -211,7 +233,7 @@ class Handlers:
         return {**describe(shard), "draining": [lease.describe() for lease in shard.leases.values()]}
 
     def _absent(self, model: str) -> WeightCacheError:
-        """Why a model is not here, as well as the service knows."""
+        """Why a model is not here, or not whole, as well as the service knows."""
         state = self._models.get(model, {})
         device = self._catalogue.device
         match state.get("state"):

@@ -9,7 +9,7 @@ Channel, service to worker:
     {"adopt": {"model", "generation"}} + descriptors    a shard that was published before this worker started
     {"serve": {"generations": {...}}}                   everything is adopted: begin to accept
     {"held": {"model", "generation"}}                   the service holds its copies of a published shard
-    {"models": {name: {...}}}                           what the service is about to load, or could not load
+    {"models": {name: {...}}}                           what becomes of each model, and which may be given out
 
 Channel, worker to service:
 
