@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from weightcached.text import printable
+from weightcached.text import describe_exit, printable
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,12 @@ def test_printable(text: str, shown: str) -> None:
     """Printable text is left alone; the rest is escaped, undecodable bytes of file names too."""
     assert printable(text) == shown
     shown.encode()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(0, "exit status 0"), (1, "exit status 1"), (-9, "signal SIGKILL"), (-15, "signal SIGTERM"), (-40, "signal 40")],
+)
+def test_an_exit_as_a_person_says_it(code: int, words: str) -> None:
+    """The log names the signal; real-time signals have a number alone."""
+    assert describe_exit(code) == words

@@ -1,6 +1,8 @@
-"""Text from elsewhere, made fit for a line of a log or a cell of a table."""
+"""Text for people: what comes from elsewhere made fit for a line of a log or a cell of a table, numbers as words."""
 
 from __future__ import annotations
+
+import signal
 
 
 def printable(text: str) -> str:
@@ -8,3 +10,13 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def describe_exit(code: int) -> str:
+    """An exit status as a person says it."""
+    if code >= 0:
+        return f"exit status {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:  # real-time signals have no names
+        return f"signal {-code}"

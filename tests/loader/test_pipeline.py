@@ -325,7 +325,7 @@ def test_a_reader_that_is_killed_is_an_error(big: Path) -> None:
     def kill_one() -> None:
         os.kill(children_of(os.getpid())[0], signal.SIGKILL)
 
-    with pytest.raises(ConnectionLost, match=r"reader process \d+: ended by SIGKILL in the middle of the load"):
+    with pytest.raises(ConnectionLost, match=r"reader process \d+: ended by signal SIGKILL in the middle of the load"):
         load_host(big, readers=2, progress=at(1, kill_one))
 
 

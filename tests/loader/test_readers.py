@@ -164,7 +164,9 @@ def test_a_reader_that_is_killed(file: OpenFile, memory: OwnedFd, when: str) -> 
             os.kill(pid, signal.SIGKILL)
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
-        with pytest.raises(ConnectionLost, match=f"reader process {pid}: ended by SIGKILL in the middle of the load"):
+        with pytest.raises(
+            ConnectionLost, match=f"reader process {pid}: ended by signal SIGKILL in the middle of the load"
+        ):
             if when == "before open":
                 kill()
             readers.open([region(memory)], [file])

@@ -23,7 +23,7 @@ from weightcached.errors import DeviceError
 from weightcached.service import workers
 from weightcached.service.claim import Claim, Owner
 from weightcached.service.vault import Vault
-from weightcached.service.workers import WorkerProcess, describe_exit, spawn_role
+from weightcached.service.workers import WorkerProcess, spawn_role
 
 ROOT = Path(__file__).parents[2]
 Spawn = Callable[[list[str], dict[str, int]], Awaitable[asyncio.subprocess.Process]]
@@ -260,14 +260,6 @@ def test_a_late_publish_of_an_older_generation_changes_nothing(
     found = service.model("m")
     assert (found["state"], found["generations"]) == ("cached", generations[1:])
     service.stop()
-
-
-@pytest.mark.parametrize(
-    ("code", "words"), [(0, "exit status 0"), (1, "exit status 1"), (-9, "signal SIGKILL"), (-15, "signal SIGTERM")]
-)
-def test_an_exit_as_a_person_says_it(code: int, words: str) -> None:
-    """The log names the signal."""
-    assert describe_exit(code) == words
 
 
 def test_a_worker_that_can_never_serve_ends_the_service(

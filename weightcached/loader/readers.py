@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from typing import NamedTuple, NoReturn
 
 from ..errors import ConnectionLost, DeviceError, from_wire
+from ..text import describe_exit
 from ..wire import framing
 from .reader_process import DONE, PIECE, TASK
 
@@ -176,5 +177,7 @@ class Readers:
         process = self._processes[number]
         process.kill()  # it closed its end, so it is ending; without this a stopped one would be waited for
         code = process.wait()
-        how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-        return ConnectionLost(path=f"reader process {process.pid}", problem=f"ended by {how} in the middle of the load")
+        problem = f"ended by {describe_exit(code)} in the middle of the load"
+        if code == -signal.SIGKILL:
+            problem += "; the kernel's log says whether memory ran out"
+        return ConnectionLost(path=f"reader process {process.pid}", problem=problem)

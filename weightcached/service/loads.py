@@ -19,10 +19,11 @@ from typing import Any
 from ..errors import ConnectionLost, ProtocolError, ServiceNotRunning, WeightCacheError, from_wire
 from ..fds import FdSet
 from ..paths import socket_path
+from ..text import describe_exit
 from ..wire.framing import decode
 from ..wire.stream import Stream
 from .models import Model
-from .workers import describe_exit, spawn_role
+from .workers import spawn_role
 
 STALL_SECONDS = 600.0
 TRIES = 3  # of one load whose worker died under it; its own errors are final

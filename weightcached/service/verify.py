@@ -11,10 +11,11 @@ from typing import Any
 
 from ..errors import DeviceError, ProtocolError, WeightCacheError, from_wire, to_wire
 from ..fds import FdSet
+from ..text import describe_exit
 from ..wire.framing import decode
 from ..wire.stream import Stream
 from .vault import HeldShard
-from .workers import describe_exit, spawn_role
+from .workers import spawn_role
 
 END_SECONDS = 5.0
 MAX_NAMES = 10  # of tensors in a line of the log

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from ..errors import DeviceError, ProtocolError
 from ..fds import FdSet
+from ..text import describe_exit
 from ..wire.framing import decode
 from ..wire.stream import Stream
 from .claim import Claim
@@ -194,13 +195,3 @@ async def spawn_role(arguments: list[str], fds: dict[str, int]) -> asyncio.subpr
         env=clean_environment(os.environ),
         start_new_session=True,
     )  # fmt: skip
-
-
-def describe_exit(code: int) -> str:
-    """An exit status as a person says it."""
-    if code >= 0:
-        return f"exit status {code}"
-    try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:  # real-time signals have no names
-        return f"signal {-code}"
