@@ -344,7 +344,7 @@ def test_a_reader_that_is_killed_leaves_nothing(big: Path, read_slab: ReadSlab) 
     def kill(done: int) -> None:
         os.kill(children_of(os.getpid())[0], 9)
 
-    with pytest.raises(ConnectionLost, match="ended by SIGKILL"):
+    with pytest.raises(ConnectionLost, match="ended by signal SIGKILL"):
         load_cuda(big, read=read_slab, readers=1, progress=kill)
 
 
