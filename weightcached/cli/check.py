@@ -17,9 +17,8 @@ from ..devices import Device, default_devices, find_devices
 from ..errors import CheckpointError, MissingDependency, ResourceError, SliceError
 from ..fds import raise_descriptor_limit
 from ..loader.cast import require_torch
-from ..loader.keys import keys_of
+from ..loader.keys import loaded_dtype, rank_fields
 from ..loader.plan import plan_load
-from ..parallel.ranks import Rank
 from ..parallel.slices import plan_slices
 from ..text import printable
 from .output import emit, human_bytes, print_json, print_table, rank_label
@@ -117,28 +116,15 @@ def _find(config: Config) -> list[Device]:
 
 
 def _report_model(model: ModelConfig, devices: tuple[str, ...]) -> ModelReport:
-    ranks = tuple(map(_rank, model.parallel.ranks(), devices))
+    ranks = tuple(
+        RankReport(device, **rank_fields(rank)) for rank, device in zip(model.parallel.ranks(), devices, strict=True)
+    )
     report = ModelReport(model.name, str(model.checkpoint), model.preload, ranks)
     try:
         with open_checkpoint(model.checkpoint) as checkpoint:
             return _measure(report, model, checkpoint)
     except (CheckpointError, ResourceError, SliceError, MissingDependency) as error:
         return replace(report, problem=str(error))
-
-
-def _rank(rank: Rank, device: str) -> RankReport:
-    sizes, expert = rank.parallel, rank.parallel.expert
-    return RankReport(
-        device=device,
-        tensor_parallel_size=sizes.tensor,
-        tensor_parallel_rank=rank.tensor,
-        pipeline_parallel_size=sizes.pipeline,
-        pipeline_parallel_rank=rank.pipeline,
-        expert_parallel_size=rank.moe_size if expert else 1,
-        expert_parallel_rank=rank.moe_rank if expert else 0,
-        data_parallel_size=sizes.data,
-        data_parallel_rank=rank.data,
-    )
 
 
 def _measure(report: ModelReport, model: ModelConfig, checkpoint: Checkpoint) -> ModelReport:
@@ -158,7 +144,7 @@ def _measure(report: ModelReport, model: ModelConfig, checkpoint: Checkpoint) ->
         file_bytes=checkpoint.nbytes,
         tensors=len(tensors),
         files=len(checkpoint.files),
-        dtype=keys_of(checkpoint, model.parallel, shards, content="")[0].dtype,
+        dtype=loaded_dtype(checkpoint, shards),
         architecture=checkpoint.architecture,
         ignored=tuple(checkpoint.ignored),
     )

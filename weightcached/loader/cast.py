@@ -27,7 +27,7 @@ def require_torch() -> None:
 def _torch() -> Any:
     require_torch()
     torch = importlib.import_module("torch")
-    torch.set_num_threads(1)  # the loader has threads of its own
+    torch.set_num_threads(1)  # the readers are at work on the other cores
     return torch
 
 

@@ -66,7 +66,7 @@ def run(
 def _load(plan: LoadPlan, sink: Sink, readers: Readers, progress: Callable[[int], None]) -> list[FileDigest]:
     """Carries the plan out, and returns the files' digests."""
     digests = [FileDigest(file.size) for file in plan.files]
-    reading: dict[int, tuple[Task, Placed]] = {}  # by a number of the task's own
+    reading: dict[int, tuple[Task, int, Placed]] = {}  # task, its bytes, their places; by a number of its own
     tasks = ((number, task, plan.copies(task)) for number, task in enumerate(plan.tasks()))
     following = next(tasks, None)
     done = 0
@@ -79,13 +79,12 @@ def _load(plan: LoadPlan, sink: Sink, readers: Readers, progress: Callable[[int]
             if placed is None:
                 break
             readers.submit(placed.buffer % readers.count, number, task.file_index, begin, placed.places)
-            reading[number] = (task, placed)
+            reading[number] = (task, end - begin, placed)
             following = next(tasks, None)
         for number, digest in readers.done():
-            task, placed = reading.pop(number)
+            task, nbytes, placed = reading.pop(number)
             sink.write(placed)
             digests[task.file_index].put(task.block_index, digest)
-            begin, end = plan.task_bytes(task)
-            done += end - begin
+            done += nbytes
             progress(done)
     return digests

@@ -60,26 +60,25 @@ def _even(kind: Kind, length: int, group: Group, _: Sizes) -> Piece:
 
 
 def _q_heads(_: Kind, length: int, group: Group, sizes: Sizes) -> Piece:
-    heads = sizes.heads
-    if length % heads:
-        raise Misfit(f"{length} is no multiple of {heads} attention heads")
-    if heads % group.size:
-        raise Misfit(f"{heads} attention heads are no multiple of {group.size} ranks")
-    return _share(length, group)
+    return _by_heads(length, group, sizes.heads, "attention")
 
 
 def _kv_heads(_: Kind, length: int, group: Group, sizes: Sizes) -> Piece:
     heads = sizes.kv_heads
+    if heads < group.size and length % heads == 0:
+        if group.size % heads:
+            raise Misfit(f"{group.size} ranks are no multiple of {heads} key/value heads")
+        # Neighbours hold the same head.
+        group = Group(heads, group.rank // (group.size // heads))
+    return _by_heads(length, group, heads, "key/value")
+
+
+def _by_heads(length: int, group: Group, heads: int, what: str) -> Piece:
     if length % heads:
-        raise Misfit(f"{length} is no multiple of {heads} key/value heads")
-    if heads >= group.size:
-        if heads % group.size:
-            raise Misfit(f"{heads} key/value heads are no multiple of {group.size} ranks")
-        return _share(length, group)
-    if group.size % heads:
-        raise Misfit(f"{group.size} ranks are no multiple of {heads} key/value heads")
-    # Fewer heads than ranks: neighbours hold the same head.
-    return _share(length, Group(heads, group.rank // (group.size // heads)))
+        raise Misfit(f"{length} is no multiple of {heads} {what} heads")
+    if heads % group.size:
+        raise Misfit(f"{heads} {what} heads are no multiple of {group.size} ranks")
+    return _share(length, group)
 
 
 def _vocab(_: Kind, length: int, group: Group, __: Sizes) -> Piece:
