@@ -7,44 +7,68 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 Tensor = tuple[str, tuple[int, ...], bytes]  # safetensors dtype, shape, data
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB, LAYERS = 64, 4, 2, 16, 96, 256, 3
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": HIDDEN,
-    "intermediate_size": INTERMEDIATE,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_DIM,
-    "num_hidden_layers": LAYERS,
-    "vocab_size": VOCAB,
-    "tie_word_embeddings": False,
-}
-_LAYER: dict[str, tuple[int, ...]] = {
-    "self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN),
-    "self_attn.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-    "self_attn.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-    "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
-    "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
-    "mlp.up_proj": (INTERMEDIATE, HIDDEN),
-    "mlp.down_proj": (HIDDEN, INTERMEDIATE),
-    "input_layernorm": (HIDDEN,),
-    "post_attention_layernorm": (HIDDEN,),
-}
+LAYERS = 3
+
+
+class Sizes(NamedTuple):
+    """The numbers of a Llama, as its config.json has them."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    layers: int = LAYERS
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "num_hidden_layers": self.layers,
+            "vocab_size": self.vocab,
+            "tie_word_embeddings": False,
+        }
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor, in the order of the file."""
+        layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm": (self.hidden,),
+            "self_attn.q_proj": (self.heads * self.head_dim, self.hidden),
+            "self_attn.k_proj": (self.kv_heads * self.head_dim, self.hidden),
+            "self_attn.v_proj": (self.kv_heads * self.head_dim, self.hidden),
+            "self_attn.o_proj": (self.hidden, self.heads * self.head_dim),
+            "post_attention_layernorm": (self.hidden,),
+            "mlp.gate_proj": (self.intermediate, self.hidden),
+            "mlp.up_proj": (self.intermediate, self.hidden),
+            "mlp.down_proj": (self.hidden, self.intermediate),
+        }
+        numbers = range(self.layers)
+        return {
+            "model.embed_tokens.weight": (self.vocab, self.hidden),
+            **{f"model.layers.{number}.{name}.weight": shape for number in numbers for name, shape in layer.items()},
+            "model.norm.weight": (self.hidden,),
+            "lm_head.weight": (self.vocab, self.hidden),
+        }
+
+
+SMALL = Sizes(hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=96, vocab=256)
 _CUT_ON_INPUT = ("o_proj.weight", "down_proj.weight")
 
 
 def write_llama(folder: Path, make_checkpoint: Callable[..., Path]) -> dict[str, Tensor]:
     """Writes config.json and model.safetensors with random bytes; returns the tensors in their order."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
-    for layer in range(LAYERS):
-        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in _LAYER.items()}
-    shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
-    tensors = {name: ("BF16", shape, os.urandom(2 * math.prod(shape))) for name, shape in shapes.items()}
+    tensors = {name: ("BF16", shape, os.urandom(2 * math.prod(shape))) for name, shape in SMALL.shapes().items()}
     make_checkpoint(folder / "model.safetensors", tensors)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(SMALL.config()))
     return tensors
 
 

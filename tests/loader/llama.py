@@ -7,38 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.llama import Sizes
 from tests.loader.loads import Raw, noise
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB, LAYERS = 512, 8, 2, 64, 1408, 1003, 3
+SIZES = Sizes(hidden=512, heads=8, kv_heads=2, head_dim=64, intermediate=1408, vocab=1003)
+HIDDEN, KV_HEADS, VOCAB = SIZES.hidden, SIZES.kv_heads, SIZES.vocab
 PADDED_VOCAB = 1024  # the next multiple of 64
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": HIDDEN,
-    "intermediate_size": INTERMEDIATE,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": HEAD_DIM,
-    "num_hidden_layers": LAYERS,
-    "vocab_size": VOCAB,
-    "tie_word_embeddings": False,
-}
-INNER = {
-    "input_layernorm": (HIDDEN,),
-    "self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN),
-    "self_attn.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-    "self_attn.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-    "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
-    "post_attention_layernorm": (HIDDEN,),
-    "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
-    "mlp.up_proj": (INTERMEDIATE, HIDDEN),
-    "mlp.down_proj": (HIDDEN, INTERMEDIATE),
-}
-SHAPES = {
-    "model.embed_tokens.weight": (VOCAB, HIDDEN),
-    **{f"model.layers.{layer}.{name}.weight": shape for layer in range(LAYERS) for name, shape in INNER.items()},
-    "model.norm.weight": (HIDDEN,),
-    "lm_head.weight": (VOCAB, HIDDEN),
-}
+SHAPES = SIZES.shapes()
 
 
 def tensors() -> Raw:
@@ -60,7 +35,7 @@ def write(folder: Path, make_checkpoint: Callable[..., Path], **config: Any) -> 
         make_checkpoint(folder / name, dict(some))
         weight_map.update(dict.fromkeys(dict(some), name))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    (folder / "config.json").write_text(json.dumps({**SIZES.config(), **config}))
     return folder
 
 
