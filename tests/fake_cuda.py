@@ -352,11 +352,11 @@ class FakeDriver:
         del self.pinned[p]
 
     @call()
-    def cuMemsetD8Async(self, dstDevice: int, uc: int, N: int, hStream: int) -> None:
-        context = self._in_context()
-        expect(uc == hStream == 0 and N > 0)
-        fd, offset = self._range(dstDevice, N, writable=True, device=context - CONTEXTS)
-        self._null_stream(context).work.append(functools.partial(punch_hole_in, fd, offset, N))
+    def cuMemsetD8Async(self, dstDevice: int, uc: int, N: int, hStream: CUstream) -> None:
+        stream = self._stream(hStream)
+        expect(uc == 0 and N > 0)
+        fd, offset = self._range(dstDevice, N, writable=True, device=stream.context - CONTEXTS)
+        stream.work.append(functools.partial(punch_hole_in, fd, offset, N))
 
     @call(1)
     def cuStreamCreate(self, Flags: int) -> CUstream:

@@ -274,10 +274,10 @@ class _Spans:
         self._whole = False  # whether each is all of its tensor in one piece, as it is
 
     def add(self, begin: int, end: int, copies: list[Copy]) -> None:
-        whole = all(
-            copy.start == begin and copy.width == end - begin and copy.rows == 1 and copy.cast is None
-            for copy in copies
-        )
+        whole = True
+        for copy in copies:
+            if copy.start != begin or copy.width != end - begin or copy.rows != 1 or copy.cast is not None:
+                whole = False
         if whole and self._whole and self._goes_on(begin, copies):
             self._end, self._last = end, copies
             return

@@ -31,16 +31,16 @@ class Casts:
     def __init__(self, dtype: str | None, uncast: Sequence[str] = ()) -> None:
         if dtype is not None and dtype not in TARGETS:
             raise ValueError(f"dtype must be one of {', '.join(TARGETS)}, found {dtype!r}")
-        self._target = TARGETS[dtype] if dtype is not None else None
+        self.target = TARGETS[dtype] if dtype is not None else None
         self._uncast = Patterns(uncast)
 
     def dtype(self, leaf: str, tensor: TensorRange, module: Mapping[str, TensorRange]) -> str:
         """The safetensors name of the type in the shard; `module` holds the tensors beside it, by last part of name."""
-        if self._target is None or tensor.dtype not in PLAIN:
+        if self.target is None or tensor.dtype not in PLAIN:
             return tensor.dtype
         quantized = not leaf.endswith("bias") and any(_is_quantized(other) for other in module.values())
         stays = quantized or leaf in COMPANIONS or self._uncast.find(tensor.name) is not None
-        return tensor.dtype if stays else self._target
+        return tensor.dtype if stays else self.target
 
 
 def _is_quantized(tensor: TensorRange) -> bool:

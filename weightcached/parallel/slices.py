@@ -166,10 +166,15 @@ def _shards(model: Model, parallel: Parallel) -> tuple[ShardSlices, ...]:
 
 
 def _whole_model(model: Model) -> ShardSlices:
-    slices = (
-        Slice(tensor.name, model.dtype(module, leaf), tensor.shape, whole(tensor.nbytes))
-        for tensor, (module, leaf) in zip(model.tensors, model.places, strict=True)
-    )
+    tensors = model.tensors
+    if model.casts:
+        dtypes = [model.dtype(module, leaf) for module, leaf in model.places]
+    else:
+        dtypes = [tensor.dtype for tensor in tensors]
+    slices = [
+        Slice(tensor.name, dtype, tensor.shape, whole(tensor.nbytes))
+        for tensor, dtype in zip(tensors, dtypes, strict=True)
+    ]
     return ShardSlices(tuple(slices), _alias(model, cut=False))
 
 
