@@ -29,7 +29,8 @@ def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A private runtime directory with a short path: a socket's path is limited to 107 bytes, and tmp_path is long."""
     path = Path(tempfile.mkdtemp(prefix="wc-", dir="/tmp"))  # mkdtemp makes it 0700
     monkeypatch.setenv("WEIGHTCACHED_RUNTIME_DIR", str(path))
-    monkeypatch.delenv("WEIGHTCACHED_SOCKET_TEMPLATE", raising=False)
+    for variable in ("WEIGHTCACHED_SOCKET_TEMPLATE", "WEIGHTCACHED_SERVICE_USER"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(path / "cache"))  # where a client remembers digests
     try:
         yield path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import resource
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,9 @@ START_SECONDS = 30.0
 
 class RunningService:
     """``weightcached serve`` with a config file of its own; what it tells systemd is collected in `messages`.
+
+    Messages are taken as they come. What they carry is closed, and what is about the descriptor store is not collected:
+    a barrier is answered so, and nothing is stored (see `tests.manager` for that).
 
     `stop` must be called; it checks that the exit status is what was expected and that nothing is left behind.
     """
@@ -47,6 +52,10 @@ class RunningService:
         self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         address = f"{self._folder.name}/notify"
         self._notify.bind(address)
+        self._arrived: collections.deque[str] = collections.deque()
+        self._news, self._tell = os.pipe()  # a byte for each message that has arrived
+        self._reader = threading.Thread(target=self._read, name="notify", daemon=True)
+        self._reader.start()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "weightcached", "serve", "--config", str(self.config), *options],
             env={**os.environ, "NOTIFY_SOCKET": address, "WEIGHTCACHED_RUNTIME_DIR": str(runtime_dir)},
@@ -72,9 +81,10 @@ class RunningService:
                     if text in message:
                         return message
                 seen = len(self.messages)
-                readable, _, _ = select.select([self._notify, pidfd], [], [], max(end - time.monotonic(), 0))
-                if self._notify in readable:
-                    self.messages.append(self._notify.recv(8192).decode())
+                readable, _, _ = select.select([self._news, pidfd], [], [], max(end - time.monotonic(), 0))
+                if self._news in readable:
+                    os.read(self._news, 1)
+                    self.messages.append(self._arrived.popleft())
                 elif pidfd in readable:
                     raise AssertionError(f"the service ended with {self.process.wait()} before {text!r}:\n{self.log}")
                 else:
@@ -138,13 +148,24 @@ class RunningService:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        self._notify.close()
+        if self._notify.fileno() >= 0:
+            self._notify.shutdown(socket.SHUT_RDWR)
+            self._reader.join()
+            self._notify.close()
+            os.close(self._news)
+            os.close(self._tell)
         self._log.close()
         self._folder.cleanup()
 
     @property
     def control(self) -> Path:
         return control_path(self.instance)
+
+    def _read(self) -> None:
+        while message := self._notify.recv(8192):
+            if not message.startswith((b"FDSTORE", b"BARRIER")):
+                self._arrived.append(message.decode())
+                os.write(self._tell, b"x")
 
 
 def _limit(limits: dict[int, int]) -> None:

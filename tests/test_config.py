@@ -64,17 +64,21 @@ def test_full_file(load: Load, tmp_path: Path) -> None:
     """Every key is read, models keep their order, and the config knows its file."""
     config = load(
         'ready = "listening"\ndevices = ["GPU-1a", "MIG-2b", "host-1"]\nmemory_limit = "60GiB"\n'
-        'staging_memory = "64MiB"\n'
+        'staging_memory = "64MiB"\nallow_uids = [1002, 0, 4294967294]\n'
         '[[model]]\nname = "z"\ncheckpoint = "/models/z"\npreload = false\ndevices = ["host-1"]\n'
+        'pin = true\nreplace = "evict-first"\n'
         '[[model]]\nname = "a"\ncheckpoint = "/models/a.safetensors"\n'
     )
     assert config.ready == "listening"
     assert config.devices == ("GPU-1a", "MIG-2b", "host-1")
     assert config.memory_limit.bytes_of(80 * GIB) == 60 * GIB
     assert config.staging_memory == 64 << 20
+    assert config.allow_uids == (1002, 0, 4294967294)
     assert [model.name for model in config.models] == ["z", "a"]
     assert config.models[0].preload is False
     assert config.models[1].preload is True
+    assert (config.models[0].pin, config.models[0].replace) == (True, "evict-first")
+    assert (config.models[1].pin, config.models[1].replace) == (False, "beside")
     assert config.models[1].checkpoint == Path("/models/a.safetensors")
     assert config.model_named("a") is config.models[1]
     assert config.model_named("b") is None
@@ -109,15 +113,18 @@ def test_home_is_expanded(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
         ("reddy = 1", 'reddy: unknown key; did you mean "ready"?'),
         ("memory_limits = 1", 'memory_limits: unknown key; did you mean "memory_limit"?'),
         ("models = []", 'models: unknown key; did you mean "model"?'),
-        ("allow_uids = []", "allow_uids: unknown key; valid here: ready, devices, memory_limit, staging_memory, model"),
-        ("[cluster]\nnodes = 2", "cluster: unknown key; valid here: ready, devices, memory_limit, staging_memory"),
+        ("allow_uid = []", 'allow_uid: unknown key; did you mean "allow_uids"?'),
+        (
+            "[cluster]\nnodes = 2",
+            "cluster: unknown key; valid here: ready, devices, memory_limit, allow_uids, staging_",
+        ),
         ("tensor_parallel = 2", "tensor_parallel: unknown key at the top; it belongs below a [[model]]"),
         (MODEL + "preloads = true", 'model[0].preloads: unknown key; did you mean "preload"?'),
         (MODEL + 'memory_limit = "5%"', "model[0].memory_limit: unknown key in a model; it belongs above the first"),
         (MODEL + "tensor_paralel = 2", 'model[0].tensor_paralel: unknown key; did you mean "tensor_parallel"?'),
         (
-            MODEL + "pin = true",
-            "model[0].pin: unknown key; valid here: name, checkpoint, preload, dtype, tensor_",
+            MODEL + "epoch = 1",
+            "model[0].epoch: unknown key; valid here: name, checkpoint, preload, pin, replace, dtype, tensor_",
         ),
     ],
 )
@@ -148,6 +155,8 @@ def test_unknown_keys(load: Load, text: str, problem: str) -> None:
         ('[[model]]\ncheckpoint = "/a"', "model[0].name: missing; every [[model]] needs it"),
         (MODEL + 'preload = "yes"', 'model[0].preload: "yes" is neither true nor false'),
         (MODEL + "preload = 1", "model[0].preload: 1 is neither true nor false"),
+        (MODEL + "pin = 1", "model[0].pin: 1 is neither true nor false"),
+        (MODEL + 'replace = "after"', "model[0].replace: \"after\": input should be 'beside' or 'evict-first'"),
         (MODEL + "devices = []", "model[0].devices: [] is no list of device names"),
         (MODEL + 'devices = "host-0"', 'model[0].devices: "host-0" is no list of device names'),
         (
@@ -382,7 +391,7 @@ def test_example_names_every_key() -> None:
     """etc/model.toml shows every key that there is, in use or as a comment."""
     text = (Path(__file__).parents[1] / "etc" / "model.toml").read_text()
     lines = {line.removeprefix("# ").split(" = ")[0] for line in text.splitlines()}
-    assert {"ready", "devices", "memory_limit", "staging_memory", "[[model]]"} <= lines
+    assert {"ready", "devices", "memory_limit", "allow_uids", "staging_memory", "[[model]]"} <= lines
     assert set(ModelConfig.model_fields) <= lines
 
 
@@ -442,8 +451,8 @@ def test_schema_knows_device_names(name: str) -> None:
 def test_schema_refuses_what_the_loader_refuses() -> None:
     """Unknown and missing keys and wrong types are errors of the schema too; every key has a description."""
     schema = json_schema()
-    found = violations({"reddy": 1, "ready": "now", "model": [{"name": 1, "pin": True}]}, schema, schema)
-    assert found == ["unknown reddy", "'now' is another value", "unknown pin", "missing checkpoint", "1 is no string"]
+    found = violations({"reddy": 1, "ready": "now", "model": [{"name": 1, "epoch": True}]}, schema, schema)
+    assert found == ["unknown reddy", "'now' is another value", "unknown epoch", "missing checkpoint", "1 is no string"]
     for properties in (schema["properties"], schema["$defs"]["ModelConfig"]["properties"]):
         assert all("description" in entry or "$ref" in entry for entry in properties.values())
 

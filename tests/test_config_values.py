@@ -41,6 +41,24 @@ def test_staging_memory(value: object, nbytes: int) -> None:
     assert Config.model_validate({"staging_memory": value}).staging_memory == nbytes
 
 
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ([1000, 1000], "1000 is listed twice"),
+        ([-1], "is no list of user ids such as"),
+        ([2**32 - 1], "is no list of user ids such as"),
+        ([True], "is no list of user ids such as"),
+        (["ada"], r"\[\"ada\"\] is no list of user ids such as \[1001, 1002\]; `id -u NAME` prints one"),
+        (1000, "is no list of user ids such as"),
+        ("all", "is no list of user ids such as"),
+    ],
+)
+def test_what_are_no_uids(value: object, problem: str) -> None:
+    """Users are listed by number, each once; names and everybody are refused."""
+    with pytest.raises(ValueError, match=problem):
+        Config.model_validate({"allow_uids": value})
+
+
 @pytest.mark.parametrize("value", ["90%", "256", "256mib", "", -1, 0, 256.0, None, [1], MIN_STAGING - 1, "7.99MiB"])
 def test_what_is_no_staging_memory(value: object) -> None:
     """A share, a number without a unit in a string, or too little is refused."""

@@ -28,7 +28,10 @@ from weightcached.errors import (
 )
 
 CLASSES = sorted(BY_CODE.values(), key=lambda cls: cls.__name__)
-FULL = {"device": "host-0", "needed": 300, "free": 100, "limit": 1000, "holders": ["minilm 200", "other 500"]}
+FULL = {
+    "device": "host-0", "needed": 300, "free": 100, "evictable": 200, "limit": 1000, "others": 0,
+    "holders": ["minilm 200", "other 500"], "advice": "evict a model or raise memory_limit",
+}  # fmt: skip
 
 
 def documented_fields(cls: type[WeightCacheError]) -> list[str]:

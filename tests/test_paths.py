@@ -33,7 +33,8 @@ def directory(short: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A runtime directory that is named but not made yet; no other variable decides."""
     path = short / "run"
     monkeypatch.setenv("WEIGHTCACHED_RUNTIME_DIR", str(path))
-    monkeypatch.delenv("WEIGHTCACHED_SOCKET_TEMPLATE", raising=False)
+    for variable in ("WEIGHTCACHED_SOCKET_TEMPLATE", "WEIGHTCACHED_SERVICE_USER"):
+        monkeypatch.delenv(variable, raising=False)
     return path
 
 
@@ -149,6 +150,154 @@ class TestRefused:
         with pytest.raises(RuntimeDirectoryError, match="is a relative path"):
             check()
         assert not list(short.iterdir())
+
+
+class TestAbove:
+    """What lies above the runtime directory."""
+
+    @pytest.mark.parametrize("check", [paths.ensure_runtime_dir, paths.check_runtime_dir])
+    def test_open_to_anybody(self, check: Check, directory: Path, short: Path) -> None:
+        """Below a directory where anybody may rename it, a good directory is refused; the sticky bit makes it good."""
+        directory.mkdir(mode=0o700)
+        short.chmod(0o777)
+        with pytest.raises(RuntimeDirectoryError, match=rf"lies below {short}, .* \(mode 0777\); chmod \+t {short}"):
+            check()
+        short.chmod(0o1777)
+        assert check() == directory
+
+    def test_further_up(self, directory: Path, short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Any directory on the way counts, not only the nearest."""
+        below = short / "a" / "b" / "run"
+        below.mkdir(mode=0o700, parents=True)
+        (short / "a").chmod(0o777)
+        monkeypatch.setenv("WEIGHTCACHED_RUNTIME_DIR", str(below))
+        with pytest.raises(RuntimeDirectoryError, match=f"lies below {short}/a, "):
+            paths.check_runtime_dir()
+
+    def test_behind_a_link(self, directory: Path, short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A link on the way is followed: what lies above its target counts too."""
+        (short / "open").mkdir()
+        (short / "open" / "real").mkdir(mode=0o700)
+        (short / "open").chmod(0o777)
+        (short / "link").symlink_to(short / "open" / "real")
+        monkeypatch.setenv("WEIGHTCACHED_RUNTIME_DIR", str(short / "link" / "run"))
+        with pytest.raises(RuntimeDirectoryError, match=f"lies below {short}/open, "):
+            paths.ensure_runtime_dir()
+
+
+class TestShared:
+    """A service that has allow_uids, and its clients."""
+
+    @pytest.fixture(autouse=True)
+    def _reachable(self, short: Path) -> None:
+        short.chmod(0o755)  # mkdtemp makes it 0700
+
+    def test_made_with_0755_under_any_umask(self, directory: Path) -> None:
+        """A missing directory is made so that others can enter and list it, even with umask 077."""
+        mask = os.umask(0o077)
+        try:
+            assert paths.ensure_runtime_dir(shared=True) == directory
+        finally:
+            os.umask(mask)
+        assert directory.stat().st_mode & 0o7777 == 0o755
+
+    @pytest.mark.parametrize("mode", [0o711, 0o750, 0o751, 0o755])
+    def test_entered_by_others(self, directory: Path, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A directory that others, or a group, may enter is taken as it is, by the service and by who names its user;
+        without the name it is refused."""
+        directory.mkdir()
+        directory.chmod(mode)
+        assert paths.ensure_runtime_dir(shared=True) == directory
+        with pytest.raises(RuntimeDirectoryError, match="name its user in WEIGHTCACHED_SERVICE_USER"):
+            paths.check_runtime_dir()
+        monkeypatch.setenv("WEIGHTCACHED_SERVICE_USER", str(os.geteuid()))
+        assert paths.check_runtime_dir() == paths.ensure_runtime_dir() == directory
+        assert directory.stat().st_mode & 0o7777 == mode
+
+    @pytest.mark.parametrize("mode", [0o775, 0o757, 0o777, 0o1777])
+    def test_never_written_by_others(self, directory: Path, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whoever may write there can pose as the service: refused by both ends, shared or not."""
+        directory.mkdir()
+        directory.chmod(mode)
+        monkeypatch.setenv("WEIGHTCACHED_SERVICE_USER", str(os.geteuid()))
+        for check in (lambda: paths.ensure_runtime_dir(shared=True), paths.check_runtime_dir):
+            with pytest.raises(RuntimeDirectoryError, match=f"written by other users .*: chmod go-w {directory}"):
+                check()
+
+    @pytest.mark.parametrize("closed", ["run", "."])
+    def test_closed_to_others(self, directory: Path, short: Path, closed: str) -> None:
+        """Users that cannot reach the directory are listed in vain; the error says which directory is closed."""
+        directory.mkdir(mode=0o755)
+        (short / closed).chmod(0o700)
+        problem = rf"allow_uids is in vain, {(short / closed).resolve()} is closed to other users \(mode 0700\)"
+        with pytest.raises(RuntimeDirectoryError, match=problem):
+            paths.ensure_runtime_dir(shared=True)
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+    def test_of_the_named_user(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A client takes the directory of the user whom it names and of no third; the service takes only its own."""
+        directory.mkdir(mode=0o755)
+        os.chown(directory, OTHER_UID, OTHER_UID)
+        monkeypatch.setenv("WEIGHTCACHED_SERVICE_USER", str(OTHER_UID))
+        assert paths.check_runtime_dir() == directory
+        with pytest.raises(RuntimeDirectoryError, match=f"belongs to uid {OTHER_UID}"):
+            paths.ensure_runtime_dir(shared=True)
+        monkeypatch.setenv("WEIGHTCACHED_SERVICE_USER", str(OTHER_UID + 1))
+        with pytest.raises(RuntimeDirectoryError, match=f"runs as uid 0 and trusts uid {OTHER_UID + 1}"):
+            paths.check_runtime_dir()
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+    def test_not_listed(self, directory: Path) -> None:
+        """Where others may enter but not list, the instance must be named; it is not said that no service runs."""
+        directory.mkdir()
+        directory.chmod(0o711)
+        code = (
+            "import os\n"
+            "from weightcached import paths, errors\n"
+            f"os.setgid({OTHER_UID}); os.setuid({OTHER_UID})\n"
+            "try: paths.control_paths()\n"
+            "except errors.RuntimeDirectoryError as error: print(error)\n"
+        )
+        environ = {**os.environ, "WEIGHTCACHED_SERVICE_USER": "root"}
+        child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
+        assert child.stdout == f"{directory}: may be entered but not listed; name the service with --instance\n"
+
+    def test_template(self, directory: Path, short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The directory of a socket template follows the same rules."""
+        monkeypatch.setenv("WEIGHTCACHED_SOCKET_TEMPLATE", f"{short}/new/{{device_uuid}}.sock")
+        paths.socket_path("host-0", create=True, shared=True)
+        assert (short / "new").stat().st_mode & 0o7777 == 0o755
+        with pytest.raises(RuntimeDirectoryError, match="is open to other users"):
+            paths.socket_path("host-0")
+        monkeypatch.setenv("WEIGHTCACHED_SERVICE_USER", str(os.geteuid()))
+        assert paths.socket_path("host-0") == short / "new" / "host-0.sock"
+
+
+@pytest.mark.parametrize(
+    ("named", "trusted"), [(None, set()), ("", set()), ("1234", {1234}), ("0", {0}), ("root", {0}), ("nobody", {65534})]
+)
+def test_trusted_uids(named: str | None, trusted: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client trusts its own user, and beside it the one that the variable names, by name or number."""
+    monkeypatch.delenv("WEIGHTCACHED_SERVICE_USER", raising=False)
+    if named is not None:
+        monkeypatch.setenv("WEIGHTCACHED_SERVICE_USER", named)
+    assert paths.trusted_uids() == {os.geteuid()} | trusted
+
+
+def test_a_user_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients whose service comes back do not wait for the user database again."""
+    monkeypatch.setenv("WEIGHTCACHED_SERVICE_USER", "nobody")
+    trusted = paths.trusted_uids()
+    monkeypatch.setattr("pwd.getpwnam", lambda name: pytest.fail("looked up again"))
+    assert paths.trusted_uids() == trusted
+
+
+@pytest.mark.parametrize("named", ["no-such-user", "-1", "1.0", "²"])
+def test_trusted_user_must_exist(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that is no user's is an error, not nobody."""
+    monkeypatch.setenv("WEIGHTCACHED_SERVICE_USER", named)
+    with pytest.raises(WeightCacheError, match=f"WEIGHTCACHED_SERVICE_USER={named}: there is no such user"):
+        paths.trusted_uids()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from weightcached.text import describe_exit, printable
+from weightcached.text import describe_exit, holder, printable
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,9 @@ def test_printable(text: str, shown: str) -> None:
 def test_an_exit_as_a_person_says_it(code: int, words: str) -> None:
     """The log names the signal; real-time signals have a number alone."""
     assert describe_exit(code) == words
+
+
+def test_holder() -> None:
+    """Who has ended and left what it holds to a child is named as that."""
+    assert holder(42, "python", ended=False) == "pid 42 (python)"
+    assert holder(42, "python", ended=True) == "pid 42 (python, ended; a child of it holds on)"

@@ -24,7 +24,7 @@ from weightcached.shard.cuda import CudaMapping, CudaSlab
 from weightcached.shard.cuda_checksum import checksum_slab
 from weightcached.shard.key import ShardKey
 from weightcached.shard.manifest import Checksums, ManifestHead, SlabEntry, TensorTable, write_manifest
-from weightcached.verifier import verify
+from weightcached.verifier import inspect, verify
 
 ROOT = Path(__file__).parents[1]
 GPU = "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
@@ -179,6 +179,41 @@ def test_a_fault_on_the_gpu_gives_everything_back(fake: FakeDriver) -> None:
         with pytest.raises(DeviceError, match="CUDA_ERROR_UNKNOWN"):
             verify("tiny", GPU, shard.manifest, shard.slabs)
         assert fake.live() == {}, f"left behind after {name} failed"
+    shard.close()
+
+
+def test_slabs_are_inspected_without_a_context(fake: FakeDriver) -> None:
+    """What was published is found good; no context is made, nothing stays mapped, the descriptors stay the caller's."""
+    shard = cuda_shard(fake)
+    for slab in shard.slabs:
+        assert not slab.closed
+    fake.calls.clear()
+    assert inspect(GPU, shard.manifest, shard.slabs) is None
+    assert not {"cuDevicePrimaryCtxRetain", "cuMemSetAccess"} & set(fake.calls)
+    assert fake.live() == {}
+    shard.close()
+
+
+def test_slabs_that_are_not_what_is_recorded(fake: FakeDriver) -> None:
+    """Another size, or no allocation at all: an error is the answer. A driver that cannot tell raises: it says nothing
+    about the shard."""
+    shard = cuda_shard(fake)
+    big = CudaSlab.create(0, 5 << 20)
+    other = [shard.slabs[0], big.seal()]
+    found = inspect(GPU, shard.manifest, other)
+    assert isinstance(found, ManifestError)
+    assert "slab 1 is not of the 70 bytes listed" in str(found)
+    assert isinstance(inspect(GPU, shard.manifest, [shard.manifest, shard.slabs[1]]), DeviceError)
+    fake.calls.clear()
+    assert inspect(GPU, shard.manifest, shard.slabs) is None
+    reserve, count = fake.calls.index("cuMemAddressReserve"), len(fake.calls)
+    fake.failures = {count + reserve: Status.CUDA_ERROR_OUT_OF_MEMORY}
+    with pytest.raises(DeviceError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        inspect(GPU, shard.manifest, shard.slabs)
+    assert fake.live() == {}
+    with pytest.raises(DeviceError, match="no device"):
+        inspect(GPU.replace("0001", "1111"), shard.manifest, shard.slabs)
+    other[1].close()
     shard.close()
 
 

@@ -35,7 +35,6 @@ from pydantic import (
 )
 
 from .config_values import (
-    MODEL_NAME,
     CheckpointPath,
     Limit,
     ModelDevices,
@@ -45,12 +44,14 @@ from .config_values import (
     ServiceDevices,
     StageLayers,
     Staging,
+    Uids,
     shown,
 )
 from .devices import is_host
 from .errors import ConfigError
 from .parallel.ranks import Parallel, Placement
 from .paths import check_instance
+from .text import MODEL_NAME
 
 _SIZES = ("tensor_parallel", "pipeline_parallel", "data_parallel")
 
@@ -69,6 +70,13 @@ class ModelConfig(BaseModel):
     preload: StrictBool = Field(
         True,
         description="Load it when the service starts; false: when `weightcachectl load` or a client that waits asks.",
+    )
+    pin: StrictBool = Field(
+        False, description="Never evict it to make room for other models; `weightcachectl evict` still does."
+    )
+    replace: Literal["beside", "evict-first"] = Field(
+        "beside",
+        description="When it is loaded again: beside what is cached, or that goes first if both have no room.",
     )
     dtype: Literal["checkpoint", "float16", "bfloat16", "float32"] = Field(
         "checkpoint", description='The element type of its floating-point weights; "checkpoint": as on disk.'
@@ -188,6 +196,9 @@ class Config(BaseModel):
     )
     memory_limit: Limit = Field(
         "90%", validate_default=True, description='Per device: a share "90%", a size "60GiB", or bytes.'
+    )
+    allow_uids: Uids = Field(
+        (), description="Other users who may attach models and see the status; the service's own user always may."
     )
     staging_memory: Staging = Field(
         "256MiB", validate_default=True, description='Host memory that a load passes bytes through: "256MiB", or bytes.'

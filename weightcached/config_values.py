@@ -17,8 +17,9 @@ from pydantic import AfterValidator, BeforeValidator, PlainValidator, StrictStr,
 from .devices import is_device_name, is_host
 from .parallel.custom import parse_rules
 from .parallel.ranks import LayerSplit
+from .text import MODEL_NAME
 
-MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+MAX_UID = 2**32 - 2  # the last one is no user (setresuid(2))
 MIN_STAGING = 8 << 20  # bytes: two blocks of the digest, one to read while the other is copied
 
 _UNITS = {"B": 1} | {
@@ -123,6 +124,15 @@ def _checkpoint_path(value: object) -> Path:
     return path
 
 
+def _uid_list(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(_is_int(uid) and 0 <= uid <= MAX_UID for uid in value):
+        raise ValueError(f"{shown(value)} is no list of user ids such as [1001, 1002]; `id -u NAME` prints one")
+    if len(set(value)) < len(value):
+        twice = next(uid for uid in value if value.count(uid) > 1)
+        raise ValueError(f"{twice} is listed twice")
+    return tuple(value)
+
+
 def _rank_count(value: object) -> int:
     if not _is_int(value) or value < 1:
         raise ValueError(f"{shown(value)} is no number of ranks; write 1 or more")
@@ -164,6 +174,11 @@ ServiceDevices = Annotated[Literal["all"] | _Names, BeforeValidator(_service_dev
 ModelDevices = Annotated[_Names, BeforeValidator(_model_devices)]
 Limit = Annotated[MemoryLimit, PlainValidator(MemoryLimit.parse), WithJsonSchema(_BYTES_SCHEMA)]
 Staging = Annotated[int, PlainValidator(_staging), WithJsonSchema(_BYTES_SCHEMA)]
+Uids = Annotated[
+    tuple[int, ...],
+    PlainValidator(_uid_list),
+    WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_UID}}),
+]
 RankCount = Annotated[int, PlainValidator(_rank_count), WithJsonSchema({"type": "integer", "minimum": 1})]
 StageLayers = Annotated[LayerSplit | tuple[int, ...], PlainValidator(_stage_layers), WithJsonSchema(_SPLIT_SCHEMA)]
 Rules = Annotated[

@@ -20,13 +20,15 @@
     │   └── TimedOut
     ├── ProtocolError             a message that breaks the protocol
     │   ├── PeerRefused           a peer of another user
+    │   │   └── TooManyConnections
     │   └── VersionMismatch
+    ├── NotPermitted              an operation that is not for the peer's user
     ├── ModelError                what was asked of a model
     │   ├── NoSuchModel
     │   │   ├── ModelNotLoaded    configured, but not asked for yet
     │   │   └── OtherContent      files of the same sizes are cached, with other bytes
     │   ├── ModelLoading
-    │   ├── ModelFailed           its last load failed
+    │   ├── ModelFailed           its last load failed, or it was lost
     │   ├── KeyMismatch           cached, but not what was asked for
     │   ├── ModelInUse
     │   └── LoadFailed            raised by the loader, carries the reason
@@ -165,12 +167,16 @@ class WrongDevice(DeviceError):
 
 
 class DeviceFull(DeviceError):
-    """Fields: device, needed, free, limit (bytes), holders ("name bytes" strings)."""
+    """Fields: device, needed, free, evictable, limit, others, holders ("name bytes" strings), advice.
+
+    In bytes: `evictable` is what would give way to others by itself, and is not enough, `others` what is used on the
+    device beside all of `holders`, 0 where that is not the reason.
+    """
 
     code = "device-full"
     sentence = (
-        "{device} has no room: needed {needed} bytes, free {free} bytes of a limit of {limit}; held by: {holders}; "
-        "evict a model or raise memory_limit"
+        "{device} has no room: needed {needed} bytes, free {free} bytes of a limit of {limit}, "
+        "evictable {evictable} bytes; held by: {holders}; {advice}"
     )
 
 
@@ -216,11 +222,25 @@ class PeerRefused(ProtocolError):
     sentence = "peer of uid {uid} refused; allowed: {allowed}"
 
 
+class TooManyConnections(PeerRefused):
+    """Fields: uid, limit (connections that this user may have at once)."""
+
+    code = "too-many-connections"
+    sentence = "uid {uid} has {limit} connections here, all that it may have; close some"
+
+
 class VersionMismatch(ProtocolError):
     """Fields: ours, theirs ("protocol N of weightcached X")."""
 
     code = "version-mismatch"
     sentence = "protocol versions differ: {ours} here, {theirs} there; upgrade the older side"
+
+
+class NotPermitted(WeightCacheError):
+    """Fields: op, uid (the peer's), allowed (operations)."""
+
+    code = "not-permitted"
+    sentence = "{op} is not for uid {uid}, only for the service's own user; others may: {allowed}"
 
 
 class ModelError(WeightCacheError):
@@ -273,10 +293,10 @@ class ModelLoading(ModelError):
 
 
 class ModelFailed(ModelError):
-    """Fields: model, device, reason."""
+    """Fields: model, device, reason (why its last load failed, or its device or its shard was lost)."""
 
     code = "model-failed"
-    sentence = "{model} is not on {device}, its load failed: {reason}"
+    sentence = "{model} is not on {device}: {reason}"
 
 
 class KeyMismatch(ModelError):

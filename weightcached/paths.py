@@ -7,12 +7,18 @@
 
 The runtime directory is $WEIGHTCACHED_RUNTIME_DIR, else $XDG_RUNTIME_DIR/weightcached, else
 /run/user/$UID/weightcached. Whoever can write there can pose as the service, so a directory that is a symlink, belongs
-to another user or is open to others is refused, wherever its path came from.
+to another user or is open to others is refused, wherever its path came from. So is one below a directory where anybody
+may rename it.
+
+A system-wide service lets others enter its directory, never write to it: who they are is asked at its sockets. Its
+clients name whose it is in $WEIGHTCACHED_SERVICE_USER, and trust that user beside their own.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import pwd
 import re
 import stat
 import string
@@ -24,6 +30,7 @@ from .fds import OwnedFd
 
 MAX_SOCKET_PATH = 107  # bytes; sun_path of unix(7) is 108 with the closing zero
 CONTROL_SUFFIX = ".control.sock"
+SERVICE_USER = "WEIGHTCACHED_SERVICE_USER"
 
 _INSTANCE = re.compile(r"[A-Za-z0-9:_@-][A-Za-z0-9:_.@-]*")
 _PLACEHOLDER = "device_uuid"
@@ -38,20 +45,41 @@ def runtime_dir() -> Path:
     return Path(base) / "weightcached"
 
 
-def ensure_runtime_dir() -> Path:
+def trusted_uids() -> frozenset[int]:
+    """Whose service a client of this process believes: its own user's, and that of $WEIGHTCACHED_SERVICE_USER.
+
+    The variable holds a name or a number. `WeightCacheError` for a name that is no user's.
+    """
+    named = os.environ.get(SERVICE_USER)
+    if not named:
+        return frozenset({os.geteuid()})
+    return frozenset({os.geteuid(), int(named) if named.isascii() and named.isdigit() else _uid_of(named)})
+
+
+@functools.cache  # the user database may be a network away, and a client whose service comes back must not wait for it
+def _uid_of(named: str) -> int:
+    try:
+        return pwd.getpwnam(named).pw_uid
+    except KeyError:
+        problem = f"{SERVICE_USER}={named}: there is no such user; write its name or uid"
+        raise WeightCacheError(problem=problem) from None
+
+
+def ensure_runtime_dir(*, shared: bool = False) -> Path:
     """The runtime directory, checked, and made with mode 0700 where it is missing. `RuntimeDirectoryError` if refused.
 
     Only the last component is made: a missing parent means that nobody is logged in or that the variable is wrong.
+    `shared`: the service has `allow_uids`. The directory is made with mode 0755, and must be one that others can enter.
     """
-    return _ensure_directory(runtime_dir())
+    return _ensure_directory(runtime_dir(), shared)
 
 
 def check_runtime_dir() -> Path:
     """The runtime directory, checked in the same way, but never made: `ServiceNotRunning` where it is missing."""
-    return _check_directory(runtime_dir())
+    return _check_directory(runtime_dir(), trusted_uids(), entered=_system_wide())
 
 
-def socket_path(device: str, *, create: bool = False) -> Path:
+def socket_path(device: str, *, create: bool = False, shared: bool = False) -> Path:
     """The socket of the worker of `device`, at most 107 bytes long; the file need not exist.
 
     The directory of a path from $WEIGHTCACHED_SOCKET_TEMPLATE is checked like the runtime directory: with `create` (a
@@ -63,7 +91,10 @@ def socket_path(device: str, *, create: bool = False) -> Path:
     if not template:
         return check_socket_length(runtime_dir() / f"{name}.sock")
     path = check_socket_length(_fill_template(template, name))
-    _ensure_directory(path.parent) if create else _check_directory(path.parent)
+    if create:
+        _ensure_directory(path.parent, shared)
+    else:
+        _check_directory(path.parent, trusted_uids(), entered=_system_wide())
     return path
 
 
@@ -81,13 +112,14 @@ def control_paths() -> list[Path]:
     """The control sockets that exist, by name; none where the runtime directory is missing."""
     try:
         directory = check_runtime_dir()
-    except ServiceNotRunning:
+        names = sorted(os.listdir(directory))
+    except (ServiceNotRunning, FileNotFoundError):
         return []
-    return sorted(
-        path
-        for path in directory.glob(f"*{CONTROL_SUFFIX}")
-        if _INSTANCE.fullmatch(path.name.removesuffix(CONTROL_SUFFIX))
-    )
+    except PermissionError:  # of a system-wide service, with a mode such as 0711
+        problem = "may be entered but not listed; name the service with --instance"
+        raise RuntimeDirectoryError(path=str(runtime_dir()), problem=problem) from None
+    instances = (name.removesuffix(CONTROL_SUFFIX) for name in names if name.endswith(CONTROL_SUFFIX))
+    return [directory / f"{instance}{CONTROL_SUFFIX}" for instance in instances if _INSTANCE.fullmatch(instance)]
 
 
 def check_socket_length(path: Path) -> Path:
@@ -118,10 +150,17 @@ def check_instance(instance: str) -> str:
     return instance
 
 
-def _ensure_directory(path: Path) -> Path:
+def _system_wide() -> bool:
+    """Whether the service is named to be one for others too."""
+    return bool(os.environ.get(SERVICE_USER))
+
+
+def _ensure_directory(path: Path, shared: bool) -> Path:
     _require_absolute(path)
     try:
         os.mkdir(path, 0o700)
+        if shared:
+            os.chmod(path, 0o755)  # whatever the umask is
     except FileExistsError:
         pass
     except FileNotFoundError:
@@ -135,13 +174,26 @@ def _ensure_directory(path: Path) -> Path:
             path=str(path), problem=f"cannot be made: {error.strerror}; set WEIGHTCACHED_RUNTIME_DIR to another place"
         ) from error
     try:
-        return _check_directory(path)
+        _check_directory(path, frozenset({os.geteuid()}), entered=shared or _system_wide())
     except ServiceNotRunning:
         raise RuntimeDirectoryError(path=str(path), problem="was removed while it was checked; try again") from None
+    if shared:
+        for directory in (path, *_above(path)):
+            mode = stat.S_IMODE(os.stat(directory).st_mode)
+            if not mode & 0o011:
+                raise RuntimeDirectoryError(
+                    path=str(path),
+                    problem=f"allow_uids is in vain, {directory} is closed to other users (mode {mode:04o}); "
+                    "set WEIGHTCACHED_RUNTIME_DIR to a directory of a system-wide service, such as /run/weightcached",
+                )
+    return path
 
 
-def _check_directory(path: Path) -> Path:
-    """The path, if only this user can write in it. `ServiceNotRunning` where nothing is there."""
+def _check_directory(path: Path, owners: frozenset[int], *, entered: bool) -> Path:
+    """The path, if nobody but its owner can write in it, or replace it. `ServiceNotRunning` where nothing is there.
+
+    `entered`: others may look into it.
+    """
     _require_absolute(path)
     try:
         # One open and one fstat, so that all facts are about the same file. O_PATH needs no permission on it, and with
@@ -155,25 +207,49 @@ def _check_directory(path: Path) -> Path:
         ) from error
     with fd:
         found = os.fstat(fd.fileno())
-    if problem := _problem_of(found, path):
+    if problem := _problem_of(found, path, owners, entered) or _problem_above(path):
         raise RuntimeDirectoryError(path=str(path), problem=problem)
     return path
 
 
-def _problem_of(found: os.stat_result, path: Path) -> str | None:
+def _problem_above(path: Path) -> str | None:
+    for directory in _above(path):
+        mode = stat.S_IMODE(os.stat(directory).st_mode)
+        if mode & 0o002 and not mode & stat.S_ISVTX:
+            return (
+                f"lies below {directory}, where anybody may rename it (mode {mode:04o}); "
+                f"chmod +t {directory}, or set WEIGHTCACHED_RUNTIME_DIR to another place"
+            )
+    return None
+
+
+def _above(path: Path) -> list[Path]:
+    """The directories above, as the path names them and as they really lie."""
+    return list(dict.fromkeys([*path.parents, *path.resolve().parents]))
+
+
+def _problem_of(found: os.stat_result, path: Path, owners: frozenset[int], entered: bool) -> str | None:
     if stat.S_ISLNK(found.st_mode):
         return "is a symbolic link; remove it, or name the directory itself"
     if not stat.S_ISDIR(found.st_mode):
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
         return f"is {kind}, not a directory; remove it, or set WEIGHTCACHED_RUNTIME_DIR to a directory"
-    if found.st_uid != os.geteuid():
+    if found.st_uid not in owners:
+        named = sorted(owners - {os.geteuid()})
         return (
-            f"belongs to uid {found.st_uid}, this process runs as uid {os.geteuid()}; "
-            "set WEIGHTCACHED_RUNTIME_DIR to a directory of your own"
+            f"belongs to uid {found.st_uid}, this process runs as uid {os.geteuid()}"
+            + (f" and trusts uid {named[0]}; " if named else "; ")
+            + "set WEIGHTCACHED_RUNTIME_DIR to a directory of your own, "
+            f"or name the user of a system-wide service in {SERVICE_USER}"
         )
     mode = stat.S_IMODE(found.st_mode)
-    if mode & 0o077:
-        return f"is open to other users (mode {mode:04o}); close it: chmod 700 {path}"
+    if entered and mode & 0o022:
+        return f"may be written by other users (mode {mode:04o}); close it: chmod go-w {path}"
+    if not entered and mode & 0o077:
+        return (
+            f"is open to other users (mode {mode:04o}); close it: chmod 700 {path}; "
+            f"for a system-wide service, name its user in {SERVICE_USER}"
+        )
     return None
 
 

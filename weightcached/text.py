@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import signal
+
+MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
 def printable(text: str) -> str:
@@ -20,3 +23,8 @@ def describe_exit(code: int) -> str:
         return f"signal {signal.Signals(-code).name}"
     except ValueError:  # real-time signals have no names
         return f"signal {-code}"
+
+
+def holder(pid: int, command: str, ended: bool) -> str:
+    """A process that has something attached, as logs and errors name it."""
+    return f"pid {pid} ({command}{', ended; a child of it holds on' if ended else ''})"

@@ -1,11 +1,14 @@
-"""The verifier process: computes the checksums of one resident shard anew, compares, answers, ends.
+"""The verifier process: looks at what is resident, answers, ends.
 
-The service hands it one socket. The first message on it is the job, with the shard's manifest and slabs as descriptors;
-the answer goes the other way:
+The service hands it one socket. The first message on it is the job, with a shard's manifest and slabs as descriptors;
+the answer goes the other way. It computes the checksums of one shard anew and compares them, or it finds out whether
+the GPU slabs of shards from an earlier process of the service are what their manifests say:
 
-    {"job": {"model", "device", "generation"}}
+    {"job": {"model", "device", "generation"}}        one shard to compare
+    {"inspect": {"model", "device", "more"}}          one shard to look at; another one follows while `more`
     {"verified": {"tensors", "bytes", "differ": [names], "seconds"}}
-    {"failed": {"error": {...}}}                  an error as on every socket of weightcached
+    {"inspected": [null or {...}]}                    for each shard what is wrong with it, an error as below
+    {"failed": {"error": {...}}}                      an error as on every socket of weightcached
 
 A process of its own, since on a GPU it takes a CUDA context, and since a fault of the device ends no one else.
 """
@@ -21,8 +24,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .devices import is_host
-from .errors import ManifestError, ModelError, ProtocolError, WeightCacheError, to_wire
-from .fds import OwnedFd, raise_descriptor_limit
+from .errors import DeviceError, ManifestError, ModelError, ProtocolError, WeightCacheError, WrongDevice, to_wire
+from .fds import FdSet, OwnedFd, raise_descriptor_limit
 from .shard.checksum import checksum_host
 from .shard.host import map_host_slab
 from .shard.manifest import (
@@ -41,6 +44,8 @@ from .shard.manifest import (
 from .wire import framing
 
 THREADS = 16  # at most; memory gives no more beyond
+# What the driver answers to a descriptor that it has not exported.
+_NO_EXPORT = ("CUDA_ERROR_INVALID_VALUE", "CUDA_ERROR_INVALID_HANDLE", "CUDA_ERROR_INVALID_DEVICE")
 _log = logging.getLogger(__name__)
 
 
@@ -53,7 +58,7 @@ def run(device: str, model: str, channel_fd: int) -> int:
     with socket.socket(fileno=channel_fd) as channel:
         code = 0
         try:
-            answer: dict[str, Any] = {"verified": _do_job(channel)}
+            answer = _do_job(channel)
         except WeightCacheError as error:
             _log.debug("failed: %s", error)
             code, answer = 1, {"failed": {"error": to_wire(error)}}
@@ -64,14 +69,52 @@ def run(device: str, model: str, channel_fd: int) -> int:
 
 
 def _do_job(channel: socket.socket) -> dict[str, Any]:
+    message, fds = _receive(channel)
+    if "inspect" not in message:
+        job = message["job"]
+        with fds:
+            manifest, *slabs = fds
+            return {"verified": verify(job["model"], job["device"], manifest, slabs)}
+    found = []
+    while True:
+        job = message["inspect"]
+        with fds:
+            manifest, *slabs = fds
+            error = inspect(job["device"], manifest, slabs)
+        if error is not None:
+            _log.debug("%s: %s", job["model"], error)
+        found.append(None if error is None else to_wire(error))
+        if not job["more"]:
+            return {"inspected": found}
+        message, fds = _receive(channel)
+
+
+def _receive(channel: socket.socket) -> tuple[dict[str, Any], FdSet]:
     received = framing.receive(channel)
     if received is None:
         raise ProtocolError(problem="the service closed the channel before it sent a job")
-    data, fds = received
-    with fds:
-        job = framing.decode(data)["job"]
-        manifest, *slabs = fds
-        return verify(job["model"], job["device"], manifest, slabs)
+    return framing.decode(received[0]), received[1]
+
+
+def inspect(device: str, manifest: OwnedFd, slabs: Sequence[OwnedFd]) -> WeightCacheError | None:
+    """What is wrong with a shard's slabs on a GPU: no allocations, of another device, of other sizes than recorded.
+
+    None if nothing is. Raises `DeviceError` or `MissingDependency` where the driver cannot tell.
+    """
+    from .shard.cuda import check_slabs, driver, ordinal_of
+
+    driver()
+    ordinal = ordinal_of(device)
+    try:
+        head = parse_head(read_documents(manifest.fileno())[0])
+        check_slabs(ordinal, [(fd.fileno(), slab.nbytes) for fd, slab in zip(slabs, head.slabs, strict=True)])
+    except DeviceError as error:
+        if isinstance(error, WrongDevice) or error.fields.get("status") in _NO_EXPORT:
+            return error
+        raise  # want of memory, a device that is not ready: it says nothing about the shard
+    except ManifestError as error:
+        return error
+    return None
 
 
 def verify(model: str, device: str, manifest: OwnedFd, slabs: Sequence[OwnedFd]) -> dict[str, Any]:

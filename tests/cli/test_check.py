@@ -103,6 +103,7 @@ def test_json(tmp_path: Path, models: Path) -> None:
                 "name": "small",
                 "checkpoint": str(models / "small"),
                 "preload": True,
+                "pin": False,
                 "ranks": [rank("host-0", bytes=SMALL_SLAB, tensors=2)],
                 "bytes": SMALL_SLAB,
                 "file_bytes": sum(path.stat().st_size for path in files),
@@ -206,6 +207,16 @@ def test_model_on_demand_counts_alone(tmp_path: Path, models: Path) -> None:
     alone = check(tmp_path, f"memory_limit = {SMALL_SLAB - 1}\n" + model("two", models / "small", "preload = false"))
     assert alone.returncode == 1
     assert alone.stderr.startswith("weightcached: two: needs 524 B (524 bytes), the limit of host-0 is 523 B")
+
+
+def test_model_on_demand_beside_pinned_ones(tmp_path: Path, models: Path) -> None:
+    """What is preloaded and pinned never makes room, so a model on demand must fit beside it; to the byte."""
+    both = model("one", models / "small", "pin = true") + model("two", models / "small", "preload = false")
+    assert check(tmp_path, f"memory_limit = {2 * SMALL_SLAB}\n" + both).returncode == 0
+    done = check(tmp_path, f"memory_limit = {2 * SMALL_SLAB - 1}\n" + both)
+    assert done.returncode == 1
+    assert "two: needs 524 B (524 bytes), the limit of host-0 is 1.0 KiB (1047 bytes)" in done.stderr
+    assert "and pinned models leave 523 B (523 bytes) of it" in done.stderr
 
 
 def test_more_than_the_device_has(tmp_path: Path, models: Path) -> None:

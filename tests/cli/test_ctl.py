@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from tests.conftest import MakeCheckpoint
 from tests.llama import write_llama
 from tests.running import RunningService
 from tests.wire.serving import serving
+from weightcached.cli import ctl as ctl_module
 from weightcached.paths import socket_path
 from weightcached.wire.connection import Connection
 from weightcached.wire.messages import SERVICE_OPS, Attach
@@ -74,7 +77,8 @@ def test_wrong_usage_is_exit_code_2(command: list[str]) -> None:
 
 
 def test_status_shows_models_devices_and_users(start: Callable[..., RunningService], config: str) -> None:
-    """The table names the model, its device, size and generation; a holder appears with its pid."""
+    """The table names the model, its device, size and generation. A holder appears with its pid, and in a table
+    of its own with command, uid, since when and bytes; that table is there only when somebody holds something."""
     service = start(config)
     with Connection.open(socket_path("host-0"), device="host-0") as worker:
         _, fds = worker.request(Attach(model="small"))
@@ -84,6 +88,13 @@ def test_status_shows_models_devices_and_users(start: Callable[..., RunningServi
     row = next(line for line in text.splitlines() if line.startswith("small"))
     assert row.split()[:6] == ["small", "host-0", "-", "cached", "4.0", "KiB"]
     assert "(pytest)" in row or "(python" in row
+    heading, holder = text.splitlines()[-2:]
+    assert heading.split() == ["PID", "COMMAND", "UID", "SINCE", "SIZE", "MODEL", "GEN", "DEVICE"]
+    assert holder.split()[0] == str(os.getpid())
+    assert holder.split()[2] == str(os.getuid())
+    assert datetime.fromisoformat(holder.split()[3]).tzinfo is not None
+    assert holder.split()[4:] == ["4.0", "KiB", "small", "1", "host-0"]
+    assert "PID" not in service.ctl("status")
     service.stop()
 
 
@@ -177,3 +188,12 @@ def test_status_costs_little(start: Callable[..., RunningService], config: str) 
     print(f"weightcachectl status: {min(costs) * 1000:.0f} ms of processor time, best of 10")
     assert min(costs) < 0.150
     service.stop()
+
+
+def test_errors_of_a_device_are_in_its_line() -> None:
+    """How often each Xid came, and why the device is lost; nothing of it for a device without."""
+    device = {"device": "GPU-1", "held": 0, "limit": 1 << 30, "pid": 7, "worker_restarts": 0, "xids": {}, "lost": None}
+    line = "GPU-1: 0 B of 1.0 GiB held, worker pid 7, 0 restarts"
+    assert ctl_module._device_line(device) == line
+    device |= {"xids": {"31": 2, "79": 1}, "lost": "Xid 79 (GPU has fallen off the bus)"}
+    assert ctl_module._device_line(device) == f"{line}, Xids 31 x2, 79, LOST: Xid 79 (GPU has fallen off the bus)"

@@ -95,7 +95,7 @@ def test_schema_is_json(env: dict[str, str]) -> None:
     """`schema` prints the JSON schema and nothing else."""
     done = run(env, "schema")
     assert (done.returncode, done.stderr) == (0, "")
-    keys = {"ready", "devices", "memory_limit", "staging_memory", "model"}
+    keys = {"ready", "devices", "memory_limit", "staging_memory", "allow_uids", "model"}
     assert set(json.loads(done.stdout)["properties"]) == keys
 
 

@@ -213,3 +213,5 @@ class RunningWorker:
                     self._serving.set()
                 case {"hold": what}:
                     self._tell({"held": {"model": what["model"], "generation": what["generation"]}})
+                case {"drop": what}:
+                    self._tell({"dropped": {"model": what["model"], "generation": what["generation"]}})

@@ -173,14 +173,14 @@ def test_dtype_and_key_must_match(worker: RunningWorker) -> None:
 )
 def test_a_slice_is_only_for_those_who_ask(worker: RunningWorker, field: str) -> None:
     """A shard that is one rank's part, in any of the four ways, is refused by default and given to whoever names it."""
-    value = 2 if field.endswith("size") else 1
-    worker.publish(tiny(key={field: value}))
+    key = {field: 2} if field.endswith("size") else {field: 1, field.replace("rank", "size"): 2}
+    worker.publish(tiny(key=key))
 
     with pytest.raises(KeyMismatch, match=rf"{field} .*tensor_parallel=\(rank, size\)") as caught:
         attach("tiny", device=DEVICE)
-    assert caught.value.differences == {field: [value - 1, value]}
+    assert caught.value.differences == {name: [value - 1, value] for name, value in key.items()}
 
-    attach("tiny", device=DEVICE, key={field: value}).close()
+    attach("tiny", device=DEVICE, key=key).close()
 
 
 def test_the_rank_that_is_wanted(worker: RunningWorker) -> None:

@@ -18,7 +18,8 @@ import torch
 from tests.client.handmade import Raw, make_shard
 from tests.leaks import NoDescriptorLeaks, open_descriptors
 from weightcached.client import mapping
-from weightcached.client.mapping import Lease, copy_slabs, map_slabs
+from weightcached.client.leases import Lease
+from weightcached.client.mapping import copy_slabs, map_slabs
 from weightcached.client.target import Target
 from weightcached.errors import DeviceError, ManifestError
 from weightcached.fds import OwnedFd

@@ -15,7 +15,8 @@ import torch
 from tests import gpu
 from tests.client.handmade import Raw, make_shard
 from tests.leaks import NoDescriptorLeaks
-from weightcached.client.mapping import Lease, copy_slabs, map_slabs
+from weightcached.client.leases import Lease
+from weightcached.client.mapping import copy_slabs, map_slabs
 from weightcached.client.target import Target, resolve
 from weightcached.errors import ManifestError
 from weightcached.fds import OwnedFd

@@ -11,7 +11,8 @@ import safetensors.torch
 import torch
 
 from tests.client.handmade import HandMade, Raw, make_shard, read_file
-from weightcached.client.mapping import Lease, map_slabs
+from weightcached.client.leases import Lease
+from weightcached.client.mapping import map_slabs
 from weightcached.client.target import Target
 from weightcached.client.tensors import SlabViews, contiguous_stride
 from weightcached.shard.dtypes import DTYPES

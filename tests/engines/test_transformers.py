@@ -6,8 +6,10 @@ import gc
 import json
 import logging
 import os
+import re
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,23 @@ import torch
 
 from tests.client.handmade import DEVICE, RunningWorker, read_file
 from tests.engines.models import TINY, assert_same, cache, save_random
+from weightcached.engines import transformers as adapter
 from weightcached.engines.transformers import from_cache
 from weightcached.errors import (
+    ConnectionLost,
     EngineError,
     KeyMismatch,
+    ManifestError,
     MissingDependency,
+    ModelFailed,
     ModelLoading,
+    ModelNotLoaded,
     NoSuchModel,
+    PeerRefused,
+    RuntimeDirectoryError,
+    TimedOut,
+    VersionMismatch,
+    WrongDevice,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -279,30 +291,88 @@ class TestMisses:
             with pytest.raises(KeyMismatch):
                 from_cache(name, device=DEVICE)
 
-    def test_disk(self, runtime_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        """With on_miss="disk" a folder is loaded the ordinary way, and one warning says why."""
+    @pytest.mark.parametrize("timeout", [0, 0.2])
+    def test_fallback(
+        self, runtime_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, timeout: float
+    ) -> None:
+        """With on_miss="fallback" a folder is loaded the ordinary way, at once or after a wait of that length, and one
+        warning says why."""
         folder = save_random(llama().to(torch.bfloat16), tmp_path / "random")
 
+        started = time.monotonic()
         with caplog.at_level(logging.WARNING, "weightcached"):
-            model = from_cache(folder, device=DEVICE, on_miss="disk")
+            model = from_cache(folder, device=DEVICE, on_miss="fallback", timeout=timeout)
+        assert time.monotonic() - started >= timeout
 
         (record,) = [record for record in caplog.records if record.name.startswith("weightcached")]
-        assert "is loaded from disk: no service answers" in record.getMessage()
+        assert re.search(
+            "is loaded from disk: " + (r".*waited 0.2 s for the service" if timeout else "no service answers"),
+            record.getMessage(),
+        )
         assert not model.training and not model.lm_head.weight.requires_grad
         assert_same(model, transformers.LlamaForCausalLM.from_pretrained(folder, torch_dtype="auto").eval())
 
-    def test_disk_needs_a_folder(self, worker: RunningWorker) -> None:
+    def test_fallback_needs_a_folder(self, worker: RunningWorker) -> None:
         """A name says nothing of where the files are, so this is refused before anything is tried."""
         with pytest.raises(EngineError, match="needs a checkpoint folder, 'm' is a name"):
-            from_cache("m", device=DEVICE, on_miss="disk")
+            from_cache("m", device=DEVICE, on_miss="fallback")
 
-    def test_disk_is_not_used_on_a_hit(self, worker: RunningWorker, tmp_path: Path) -> None:
-        """A cached model is taken from the cache."""
+    def test_fallback_is_not_used_on_a_hit(self, worker: RunningWorker, tmp_path: Path) -> None:
+        """A cached model is taken from the cache, with and without a wait; one that comes in time is waited for."""
         folder = save_random(llama(), tmp_path / "random")
-        cache(worker, folder)
-        model = from_cache(folder, device=DEVICE, on_miss="disk")
-        assert worker.leases() == [os.getpid()]
-        del model
+        timer = threading.Timer(0.2, cache, [worker, folder])
+        timer.start()
+        held = [from_cache(folder, device=DEVICE, on_miss="fallback")]
+        timer.join()
+        held.append(from_cache(folder, device=DEVICE, on_miss="fallback", timeout=0))
+        assert worker.leases() == [os.getpid()] * 2
+
+    @pytest.mark.parametrize(
+        ("error", "falls_back"),
+        [
+            (TimedOut(path="x", seconds=1.0, waited_for="a connection"), True),
+            (ConnectionLost(path="x", problem="closed"), True),
+            (VersionMismatch(ours="1", theirs="2"), True),
+            (ModelNotLoaded(model="m", device=DEVICE), True),
+            (ModelLoading(model="m", device=DEVICE, progress=0.5), True),
+            (ModelFailed(model="m", device=DEVICE, reason="no room"), True),
+            (KeyMismatch(model="m", differences={"tensor_parallel_size": [1, 2]}), True),
+            (PeerRefused(uid=1, allowed=[0]), False),
+            (ManifestError(problem="nonsense"), False),
+            (RuntimeDirectoryError(path="x", problem="open to others"), False),
+            (WrongDevice(wanted="a", found="b"), False),
+            (EngineError(problem="another shape"), False),
+            (TypeError("wrong"), False),
+        ],
+        ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+    )
+    def test_what_falls_back(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, falls_back: bool
+    ) -> None:
+        """A cache that cannot be reached or lacks the model does; what is wrong with the caller, or with the cache, is
+        not hidden."""
+
+        def attach(*arguments: object, **options: object) -> None:
+            raise error
+
+        monkeypatch.setattr(adapter, "attach", attach)
+        folder = save_random(llama(), tmp_path / "random")
+        if falls_back:
+            assert type(from_cache(folder, device=DEVICE, on_miss="fallback")) is transformers.LlamaForCausalLM
+        else:
+            with pytest.raises(type(error)):
+                from_cache(folder, device=DEVICE, on_miss="fallback")
+        with pytest.raises(type(error)):
+            from_cache(folder, device=DEVICE, on_miss="wait")
+
+    @pytest.mark.parametrize("timeout", [-1.0, float("nan")])
+    def test_a_wrong_argument_does_not_fall_back(self, tmp_path: Path, timeout: float) -> None:
+        """A mistake of the caller is his to see."""
+        folder = save_random(llama(), tmp_path / "random")
+        with pytest.raises(ValueError, match="must be seconds"):
+            from_cache(folder, device=DEVICE, on_miss="fallback", timeout=timeout)
+        with pytest.raises(ValueError, match="it must be one of fail, wait, fallback"):
+            from_cache(folder, device=DEVICE, on_miss="disk")  # type: ignore[arg-type]
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,7 @@ def test_says_its_plan_and_its_result_and_publishes(tmp_path: Path, make_checkpo
     """The plan comes first, the result last, every byte of the file was read once; the manifest says what was read."""
     weights = os.urandom(9 << 20)
     path = make_checkpoint(tmp_path / "w.safetensors", {"w": ("BF16", (9 << 19,), weights), "x": ("U8", (), b"7")})
-    with loader(job_for(path)) as running:
+    with loader(job_for(path, spec="of the config")) as running:
         plan, *progress, done = running.rest()
         assert running.process.wait(30) == 0
     assert plan["plan"] == {"nbytes": [len(weights) + 1], "bytes_to_read": path.stat().st_size, "tensors": [2]}
@@ -173,7 +173,7 @@ def test_says_its_plan_and_its_result_and_publishes(tmp_path: Path, make_checkpo
     assert [entry.name for entry in table.tensors] == ["w", "x"]
     assert (head.key.dtype, head.key.layout, head.device) == ("bfloat16", "checkpoint", "host-0")
     assert head.files[0].stat[1:3] == (path.stat().st_ino, path.stat().st_size)
-    assert head.attributes["checkpoint"] == str(path)
+    assert head.attributes == {"checkpoint": str(path), "spec": "of the config"}
 
 
 @pytest.mark.usefixtures("workers")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,11 @@ from tests.conftest import MakeCheckpoint
 from tests.llama import Tensor, slab_of
 from tests.running import children_of
 from tests.service.conftest import HOST, HOSTS, StartService, attach, held_by, model
-from weightcached.errors import KeyMismatch
+from weightcached.errors import ConnectionLost, KeyMismatch, ModelInUse, ModelNotLoaded
+from weightcached.paths import socket_path
+from weightcached.shard.manifest import parse_head, read_documents
+from weightcached.wire.connection import Connection
+from weightcached.wire.messages import Evict, Renew
 
 Llama = tuple[Path, dict[str, Tensor]]
 
@@ -61,14 +67,43 @@ def test_a_rank_in_use_keeps_the_others(start_service: StartService, llama: Llam
     service.stop()
 
 
+def test_a_rank_whose_holder_is_on_its_way_keeps_the_others(start_service: StartService, llama: Llama) -> None:
+    """On one device the worker has just died and been replaced, and its holder has not said yet that it holds on: no
+    rank is dropped before it is known, and then the model is refused as a whole."""
+    service = start_service(HOSTS + model("cut", llama[0], "tensor_parallel = 2")).ready()
+    old, fds = attach("cut", device="host-1")
+    with fds:
+        head = parse_head(read_documents(next(iter(fds)).fileno())[0])
+    pid = next(device["pid"] for device in service.status()["devices"] if device["device"] == "host-1")
+    os.kill(pid, signal.SIGKILL)
+    with old, pytest.raises(ConnectionLost):
+        old.next_event(10)
+    with (
+        Connection.open(socket_path("host-1"), device="host-1", timeout=10) as back,  # when the next worker serves
+        Connection.open(service.control) as operator,
+    ):
+        operator.send(Evict(model="cut"))
+        assert not select.select([operator], [], [], 0.3)[0]
+        _, fds = back.request(Renew("cut", head.generation, head.created, head.nbytes, head.created))
+        fds.close()
+        with pytest.raises(ModelInUse, match=f"cut on host-1 is in use by pid {os.getpid()}"):
+            operator.answer("evict", 10)
+    assert service.model("cut")["ranks_cached"] == 2
+    service.stop()
+
+
 def test_one_rank_may_go(start_service: StartService, llama: Llama) -> None:
-    """Evicted on one device, the model is absent with what is left of it, until a load makes it whole again."""
+    """Evicted on one device, the model is absent with what is left of it, until a load makes it whole again. The other
+    rank is for those who name its content."""
     service = start_service(HOSTS + model("cut", llama[0], "tensor_parallel = 2")).ready()
     service.ctl("evict", "cut", "--device", "host-0")
     found = service.model("cut")
     assert (found["state"], found["ranks"], found["ranks_cached"]) == ("absent", 2, 1)
     assert found["generations"] == [None, 1]
-    assert held_by("cut", "host-1", tensor_parallel_rank=1) == slab_of(llama[1], 1, 2)
+    with pytest.raises(ModelNotLoaded):
+        held_by("cut", "host-1", tensor_parallel_rank=1)
+    (left,) = service.status()["devices"][1]["shards"]
+    assert held_by("cut", "host-1", content=left["key"]["content"]) == slab_of(llama[1], 1, 2)
     service.ctl("load", "cut")
     service.ctl("wait", "cut", "--timeout", "30")
     assert (service.model("cut")["ranks_cached"], service.model("cut")["generations"]) == (2, [2, 2])

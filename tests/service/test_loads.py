@@ -10,6 +10,7 @@ import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ from weightcached.errors import (
 )
 from weightcached.loader.process import Job
 from weightcached.parallel.ranks import Parallel
-from weightcached.service import loads
+from weightcached.service import loads, workers
 from weightcached.service.models import Model
 
 Llama = tuple[Path, dict[str, Tensor]]
@@ -155,6 +156,55 @@ def test_a_loader_that_cannot_be_started_is_a_failed_model(
         assert "open to others" in str(models[1].error)
 
     asyncio.run(main())
+
+
+@pytest.mark.usefixtures("runtime_dir")
+def test_a_loader_that_cannot_be_killed_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It hangs in the kernel, on its disk: after its time the model has failed, and the next one gets its turn."""
+    for module, name in ((loads, "STALL_SECONDS"), (loads, "END_SECONDS"), (workers, "END_SECONDS")):
+        monkeypatch.setattr(module, name, 0.05)
+    hanging: list[asyncio.subprocess.Process] = []
+
+    async def spawn(arguments: list[str], fds: dict[str, int]) -> Any:
+        if hanging:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        hanging.append(await asyncio.create_subprocess_exec("sleep", "1000", pass_fds=tuple(fds.values())))
+        return Unkillable(hanging[0])
+
+    monkeypatch.setattr(loads, "spawn_role", spawn)
+
+    async def main() -> None:
+        models = [Model(ModelConfig(name=name, checkpoint=str(checkpoint)), ("host-0",)) for name in ("a", "b")]
+        ended = asyncio.Event()
+        queue = loads.Loads(lambda model: ended.set() if models[1].state == "failed" else None, lambda: 8 << 20)
+        task = asyncio.create_task(queue.run())
+        for item in models:
+            queue.add(item)
+        await asyncio.wait_for(ended.wait(), 10)
+        assert hanging[0].returncode is None
+        assert models[0].state == "failed"
+        assert "no progress for 0 s" in str(models[0].error)
+        task.cancel()
+        hanging[0].kill()
+        await hanging[0].wait()
+
+    asyncio.run(main())
+    assert f"loader pid={hanging[0].pid} does not end" in caplog.text
+
+
+class Unkillable:
+    """A process in the kernel's state D, as far as a signal tells."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    def send_signal(self, number: int) -> None:
+        """It is pending, for ever."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._process, name)
 
 
 def test_an_eviction_in_mid_load_ends_the_waiting(start_service: StartService, checkpoint: Path) -> None:
@@ -428,8 +478,8 @@ def run_scripted(monkeypatch: pytest.MonkeyPatch, job: Path, *scripts: Script, *
 def test_the_job_says_all_that_a_load_depends_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime_dir: Path
 ) -> None:
-    """Checkpoint, a target for each rank in order, sizes, rules, dtype, staging: as the loader reads it."""
-    run_scripted(
+    """Checkpoint, a target for each rank in order, sizes, rules, dtype, staging, and a digest of what it depends on."""
+    model = run_scripted(
         monkeypatch, tmp_path / "job", [PLAN, FIRST, SECOND, DONE],
         rules=["model.layers.*.extra: col"], dtype="bfloat16", expert_parallel=True,
     )  # fmt: skip
@@ -445,6 +495,7 @@ def test_the_job_says_all_that_a_load_depends_on(
             "rules": ["model.layers.*.extra: col"],
             "dtype": "bfloat16",
             "staging": 9 << 20,
+            "spec": model.spec.digest,
         }
     }  # fmt: skip
     job = Job.from_message(sent)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from weightcached.config import ModelConfig
-from weightcached.errors import CheckpointError, LoadFailed
+from weightcached.config import Config, ModelConfig
+from weightcached.errors import CheckpointChanged, CheckpointError, ConfigError, DeviceError, DeviceFull, LoadFailed
 from weightcached.service import models
-from weightcached.service.models import LoadSpec, Model
+from weightcached.service.models import LoadSpec, Model, start_failure, summary
 
 ERROR = CheckpointError(file="/models/m/model.safetensors", problem="is not there")
 
@@ -96,9 +96,9 @@ def begin(model: Model) -> None:
     model.begin()
 
 
-def rank(number: int, generation: int) -> Callable[[Model], object]:
-    """That rank of a pair is published."""
-    return lambda model: model.published(f"host-{number}", generation, 100)
+def rank(number: int, generation: int, weights: str = "a") -> Callable[[Model], object]:
+    """That rank of a pair is published, of these weights."""
+    return lambda model: model.published(f"host-{number}", generation, 100, weights)
 
 
 def drop(number: int) -> Callable[[Model], object]:
@@ -135,6 +135,12 @@ BOTH = (begin, rank(0, 1), rank(1, 1))
         pytest.param((*BOTH, drop(1)), "absent", 1, [1, None], id="one is evicted"),
         pytest.param((*BOTH, drop(1), rank(1, 2)), "cached", 2, [1, 2], id="and published again"),
         pytest.param((*BOTH, drop(0), drop(1)), "absent", 0, [None, None], id="both are evicted"),
+        pytest.param((*BOTH, rank(0, 2)), "cached", 2, [2, 1], id="an engine publishes the same weights"),
+        pytest.param((*BOTH, rank(0, 2, "b")), "absent", 1, [2, 1], id="an engine publishes a rank of others"),
+        pytest.param((*BOTH, rank(0, 2, "b"), rank(1, 2, "b")), "cached", 2, [2, 2], id="and the other one as well"),
+        pytest.param(
+            (begin, rank(0, 1), rank(0, 2, "b"), rank(1, 1)), "loading", 1, [2, 1], id="an engine publishes in mid load"
+        ),
     ],
 )
 def test_a_group_is_there_when_every_rank_of_one_load_is(
@@ -220,6 +226,45 @@ def test_a_spec_is_all_that_a_load_depends_on() -> None:
     assert LoadSpec.of(config(tensor_parallel=2), ("host-1", "host-0")) != spec
 
 
+def test_a_digest_is_of_the_whole_spec() -> None:
+    """Specs differ where their digests do; what a config leaves out does not count, so that it may get more fields."""
+    devices = ("host-0", "host-1")
+    specs = [
+        LoadSpec.of(config(**{"tensor_parallel": 2, **changed}), order)
+        for changed in (
+            {},
+            {"checkpoint": "/models/n"},
+            {"dtype": "bfloat16"},
+            {"rules": ["model.layers.*.extra: col"]},
+        )
+        for order in (devices, devices[::-1])
+    ]
+    assert len({spec.digest for spec in specs}) == len(set(specs)) == 8
+    assert LoadSpec.of(config(tensor_parallel=2), devices).digest == specs[0].digest
+    assert LoadSpec.of(config(), ("host-0",)).digest == "e09f4ac2002c08b4c6d9b450048d8942"
+
+
+def test_the_summary_is_one_line_for_all() -> None:
+    """What loads comes first, then what is served and how much, then what failed."""
+    loading, there, broken = new(name="big"), new(), new(name="broken")
+    load(loading)
+    cached(there)
+    failed(broken)
+    text = "loading big, reading its headers; serving m (1 of 3 models, 0.0 GB); failed: broken"
+    assert summary([loading, there, broken]) == text
+    assert summary([]) == "serving nothing yet (0 of 0 models, 0.0 GB)"
+
+
+def test_a_start_fails_for_good_or_for_now() -> None:
+    """What another start would find again is the config's fault (78); a file that changed meanwhile is not (1)."""
+    good_for = Config()
+    failure = start_failure(new(), ERROR, good_for)
+    assert (type(failure), failure.exit_code) == (ConfigError, 78)
+    assert "model m: " in str(failure)
+    changed = CheckpointChanged(file="/models/m/model.safetensors", problem="changed while it was read")
+    assert start_failure(new(), changed, good_for).exit_code == 1
+
+
 def test_progress_is_a_share_and_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Progress runs from 0 to 1 of the bytes to read, the rate is bytes per second since the load began; both begin
     anew with the next load."""
@@ -261,13 +306,60 @@ def test_the_sentence_says_what_goes_on() -> None:
 
 
 def test_the_worker_is_told_state_progress_and_reason() -> None:
-    """What a client hears while the model is not there."""
+    """What a client hears while the model is not there, and what may be evicted for others."""
     model = new()
-    assert model.for_worker() == {"state": "absent", "progress": 0.0, "reason": None, "whole": True}
+    said = {"state": "absent", "progress": 0.0, "reason": None, "whole": True}
+    evictable = {"retry": False, "pin": False, "keep": False, "replace": "beside"}
+    assert model.for_worker() == {**said, **evictable}
     failed(model)
     assert model.for_worker() == {
-        "state": "failed", "progress": 0.0, "reason": "/models/m/model.safetensors: is not there", "whole": True,
+        **said, "state": "failed", "reason": "/models/m/model.safetensors: is not there", **evictable,
     }  # fmt: skip
+    model.configure(config(pin=True, replace="evict-first"), ("host-0",))
+    model.keep = True
+    assert model.for_worker() == {
+        **model.for_worker(), "retry": False, "pin": True, "keep": True, "replace": "evict-first",
+    }  # fmt: skip
+
+
+def test_what_is_loaded_together_is_kept_until_all_of_it_is_done() -> None:
+    """Preloads, and what is loaded with them; others may go meanwhile. The last one's end, however it ends, ends it."""
+    preloaded, first, second, other = (new(preload=number == 0) for number in range(4))
+    together = [preloaded, first, second, other]
+    cached(preloaded)
+    models.keep_together(together, [first, second])
+    assert [model.keep for model in together] == [True, True, True, False]
+    for model in (first, second):
+        model.queue()
+    assert not models.release_kept(together)
+    cached(first)
+    second.begin()
+    other.queue()
+    assert not models.release_kept(together)
+    second.fail(ERROR)
+    assert models.release_kept(together)
+    assert not any(model.keep for model in together)
+    assert not models.release_kept(together)
+
+
+def test_a_load_without_room_may_be_tried_again() -> None:
+    """Room comes and goes, unlike what is wrong with a checkpoint: a client that waits has such a load begun anew. A
+    failure that left an older generation cached is an operator's business."""
+    full = DeviceFull(
+        device="host-0", needed=2, free=1, evictable=0, limit=2, others=0, holders=[], advice="evict a model"
+    )
+    model = new()
+    load(model)
+    model.fail(full)
+    assert (model.state, model.no_room, model.for_worker()["retry"]) == ("failed", True, True)
+    model.queue()
+    assert not model.no_room
+    failed(model)
+    assert not model.no_room
+    cached(model)
+    load(model)
+    model.fail(full)
+    assert (model.state, model.no_room) == ("cached", False)
 
 
 def moved(*devices: str) -> Callable[[Model], object]:
@@ -286,12 +378,17 @@ def moved(*devices: str) -> Callable[[Model], object]:
         pytest.param((*BOTH, begin, Model.called_off), True, id="again, and called off"),
         pytest.param((*BOTH, begin, rank(0, 2)), False, id="again, one replaced"),
         pytest.param((*BOTH, begin, rank(0, 2), FAIL), False, id="again, and failed half-way"),
+        pytest.param((*BOTH, rank(0, 2, "b")), False, id="one is of other weights"),
         pytest.param((*BOTH, begin, rank(0, 2), FAIL, Model.queue), False, id="queued after that"),
         pytest.param((*BOTH, begin, rank(0, 2), FAIL, begin, rank(1, 2)), False, id="other halves of two loads"),
         pytest.param((*BOTH, begin, rank(0, 2), FAIL, begin, rank(0, 3), rank(1, 2)), True, id="loaded after that"),
         pytest.param((*BOTH, begin, rank(0, 2), Model.called_off), False, id="called off half-way"),
         pytest.param((*BOTH, begin, rank(0, 2), rank(1, 2)), True, id="again, both replaced"),
-        pytest.param((*BOTH, drop(1)), True, id="one is evicted"),
+        pytest.param((*BOTH, drop(1)), False, id="one is evicted"),
+        pytest.param((*BOTH, drop(1), Model.queue), False, id="one is evicted, a load to come"),
+        pytest.param((*BOTH, begin, drop(1)), False, id="one is evicted in mid load"),
+        pytest.param((*BOTH, begin, drop(1), FAIL), False, id="one is evicted in mid load, which fails"),
+        pytest.param((*BOTH, begin, drop(1), rank(0, 2), rank(1, 2), begin), True, id="loaded after that, and again"),
         pytest.param((*BOTH, drop(1), begin, rank(1, 2)), False, id="one is evicted and loaded again"),
         pytest.param((*BOTH, begin, rank(0, 2), FAIL, drop(0)), False, id="one of a mixture is evicted"),
         pytest.param((*BOTH, moved("host-1", "host-0"), begin), True, id="moved, nothing published yet"),
@@ -315,7 +412,7 @@ def test_a_status_describes_the_whole_model() -> None:
     model = new(preload=False)
     assert model.describe() == {
         "model": "m", "devices": ["host-0"], "ranks": 1, "ranks_cached": 0, "state": "absent",
-        "checkpoint": str(Path("/models/m")), "preload": False, "generations": [None], "nbytes": None,
+        "checkpoint": str(Path("/models/m")), "preload": False, "pin": False, "generations": [None], "nbytes": None,
         "bytes_done": 0, "bytes_to_read": None, "load_seconds": None, "error": None,
     }  # fmt: skip
     cached(model)
@@ -326,3 +423,55 @@ def test_a_status_describes_the_whole_model() -> None:
     assert (described["state"], described["generations"], described["nbytes"]) == ("cached", [1], 100)
     assert described["error"]["code"] == "bad-checkpoint"
     assert described["load_seconds"] == 1.5
+
+
+LOST = DeviceError(device="host-0", problem="the device is lost: Xid 79")
+
+
+@pytest.mark.parametrize(
+    ("steps", "state", "concerned"),
+    [
+        ((), "absent", False),
+        ((cached,), "failed", True),
+        ((load,), "failed", True),
+        ((Model.queue,), "failed", True),
+        ((cached, load), "failed", True),
+        ((cached, load, FAIL), "failed", True),
+        ((failed,), "failed", False),
+        ((cached, GONE), "absent", False),
+    ],
+)
+def test_a_lost_device_fails_what_is_there_or_on_its_way(steps: Steps, state: str, concerned: bool) -> None:
+    """Its shard is gone and its load in vain; a model that nobody has loaded stays absent, another failure stays."""
+    model = new()
+    for step in steps:
+        step(model)
+    assert model.device_lost("host-0", LOST) == concerned
+    assert (model.state, model.generation_on("host-0"), model.error is LOST) == (state, None, concerned)
+
+
+def test_a_lost_device_leaves_the_other_ranks() -> None:
+    """They stay with who has them, and are given out by name no more: the lost rank will be of the next load."""
+    model = pair()
+    for step in (begin, rank(0, 1), rank(1, 1)):
+        step(model)
+    assert model.device_lost("host-1", LOST)
+    assert (model.state, model.ranks_cached, model.generation_on("host-0"), model.whole) == ("failed", 1, 1, False)
+    for step in (begin, rank(0, 2), rank(1, 2)):
+        step(model)
+    assert (model.state, model.error) == ("cached", None)
+
+
+def test_a_lost_shard_is_no_eviction() -> None:
+    """The model has failed, and says why; but a load of the next generation that is under way goes on."""
+    model = new()
+    cached(model)
+    model.lost("host-0", ERROR)
+    assert (model.state, model.error, model.generation_on("host-0")) == ("failed", ERROR, None)
+    model.forgive()
+    assert (model.state, model.error) == ("absent", None)
+
+    cached(model)
+    load(model)
+    model.lost("host-0", ERROR)
+    assert (model.state, model.error) == ("loading", None)

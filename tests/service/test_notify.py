@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import socket
@@ -153,6 +154,42 @@ def test_full_queue_delays_for_a_second_at_most(
     assert "did not take STATUS=" in caplog.text
     manager.receive()
     manager.receive()
+
+
+def fill(manager: Manager) -> int:
+    """Fills the queue of a manager that reads nothing, and returns how many messages that took."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.setblocking(False)
+        other.connect(manager.socket.getsockname())
+        for sent in itertools.count():
+            try:
+                other.send(b"STATUS=x")
+            except BlockingIOError:
+                return sent
+    raise AssertionError
+
+
+def test_a_change_of_state_is_repeated_until_it_is_taken(manager: Manager, notifier: Notifier) -> None:
+    """READY=1 that a busy manager did not take comes when it reads again, once, and before what is said next."""
+    sent = fill(manager)
+    notifier.ready("serving")
+    notifier.repeat()
+    assert [manager.receive() for _ in range(sent)] == [["STATUS=x"]] * sent
+    notifier.status("idle")
+    notifier.repeat()
+    notifier.status("end")
+    assert [manager.receive() for _ in range(3)] == [["READY=1", "STATUS=serving"], ["STATUS=idle"], ["STATUS=end"]]
+
+
+def test_only_the_last_change_of_state_is_repeated(manager: Manager, notifier: Notifier) -> None:
+    """RELOADING=1 that was not taken is of no use once the reload is done."""
+    sent = fill(manager)
+    notifier.reloading()
+    notifier.ready("reloaded")
+    assert [manager.receive() for _ in range(sent)] == [["STATUS=x"]] * sent
+    notifier.repeat()
+    notifier.status("end")
+    assert [manager.receive() for _ in range(2)] == [["READY=1", "STATUS=reloaded"], ["STATUS=end"]]
 
 
 def test_close_is_idempotent_and_silences(manager: Manager, notifier: Notifier) -> None:

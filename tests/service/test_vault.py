@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from pathlib import Path
 
 import pytest
 
 from tests.leaks import NoDescriptorLeaks
+from tests.manager import Manager
+from tests.worker.process import shard
 from weightcached.fds import FdSet
+from weightcached.service.store import Store
 from weightcached.service.vault import Vault
 
 
@@ -116,3 +121,44 @@ def test_close_closes_everything(vault: Vault) -> None:
     vault.close()
     assert not any(map(is_open, numbers))
     assert vault.of_device("host-0") == []
+
+
+def test_a_service_manager_keeps_what_is_held(runtime_dir: Path, descriptors: NoDescriptorLeaks) -> None:
+    """Held: stored. Dropped, or replaced under its name: removed. Closed: left there for the next process."""
+    manager = Manager(runtime_dir, "")
+    manager.hears_tests = True
+
+    async def main() -> None:
+        store = Store(manager.address)
+        working = asyncio.create_task(store.run())
+        vault = Vault(store)
+        for generation in (1, 2, 2):
+            with shard("m", generation, os.urandom(9)) as given:
+                vault.hold("host-0", "m", generation, 9, given)
+        await vault.settled()
+        assert len(manager.stored) == 4
+        assert vault.describe_store()["shards"] == 2
+        newest = vault.find("host-0", "m")
+        assert newest is not None
+        assert manager.content(".2.1") == os.pread(newest.descriptors[1].fileno(), 9, 0)
+        vault.drop("host-0", "m", 1)
+        await vault.settled()
+        assert len(manager.stored) == 2
+        vault.close()
+        await vault.settled()
+        assert len(manager.stored) == 2
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        store.close()
+
+    asyncio.run(main())
+    manager.abandon()
+
+
+def test_without_a_service_manager_nothing_is_waited_for(vault: Vault) -> None:
+    """Any descriptors are held, and everything is settled at once."""
+    hold(vault, "host-0", "m", 1)
+    asyncio.run(vault.settled())
+    assert vault.describe_store() == {"active": False}
+    assert vault.filled.is_set()
+    vault.close()

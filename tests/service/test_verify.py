@@ -243,6 +243,38 @@ def test_stop_waits_until_every_verifier_is_gone(monkeypatch: pytest.MonkeyPatch
         asyncio.run(main())
 
 
+def test_the_verifiers_of_a_lost_device_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one under way is killed, so that it does not keep the device, and one whose turn has not come never starts;
+    those of another device are left alone."""
+    started: list[asyncio.subprocess.Process] = []
+
+    async def main() -> None:
+        verifications = Verifications()
+        all_started = asyncio.Event()
+
+        async def spawn(arguments: list[str], fds: dict[str, int]) -> asyncio.subprocess.Process:
+            process = await asyncio.create_subprocess_exec("sleep", "1000", pass_fds=tuple(fds.values()))
+            started.append(process)
+            if len(started) == 2:
+                all_started.set()
+            return process
+
+        monkeypatch.setattr(verify, "spawn_role", spawn)
+        first = asyncio.create_task(verifications.verify(vault.of_device("host-0")))
+        second = asyncio.create_task(verifications.verify(vault.of_device("host-0")))
+        await asyncio.wait_for(all_started.wait(), 10)
+        verifications.abandon("host-1")
+        assert [process.returncode for process in started] == [None, None]
+        verifications.abandon("host-0")
+        for verifying, end in ((first, "ended by signal SIGKILL"), (second, "is not started: given up")):
+            results = await asyncio.wait_for(verifying, 10)
+            assert [end in result["error"]["message"] for result in results] == [True, True]
+        assert len(started) == 2
+
+    with _vault() as vault:
+        asyncio.run(main())
+
+
 @pytest.mark.parametrize("where", ["spawn", "socketpair"])
 def test_a_verifier_that_cannot_be_started_is_an_error(
     monkeypatch: pytest.MonkeyPatch, descriptors: NoDescriptorLeaks, where: str

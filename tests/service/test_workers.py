@@ -37,6 +37,7 @@ class Told:
         self.arrived: list[tuple[str, int]] = []
         self.held: list[tuple[str, int]] = []
         self.dropped: list[tuple[str, int]] = []
+        self.made: list[tuple[str, int, str]] = []
         self.at_first: Callable[[], None] = lambda: None
         self.at_arrival: Callable[[], None] = lambda: None
 
@@ -51,6 +52,9 @@ class Told:
 
     def shard_held(self, device: str, model: str, generation: int) -> None:
         self.held.append((model, generation))
+
+    def made_room(self, device: str, model: str, generation: int, room_for: str) -> None:
+        self.made.append((model, generation, room_for))
 
     def shard_dropped(self, device: str, model: str, generation: int) -> None:
         self.dropped.append((model, generation))

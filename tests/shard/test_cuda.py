@@ -242,6 +242,8 @@ def test_a_slab_of_another_device_is_refused(monkeypatch: pytest.MonkeyPatch, vi
         found = "GPU-10111213-1415-1617-1819-1a1b1c1d1e1f" if visible else "memory of another device"
         with pytest.raises(WrongDevice, match=f"wanted {NAME}, found {found}"):
             CudaMapping.open(0, [(fd.fileno(), 3)])
+        with pytest.raises(WrongDevice, match=f"wanted {NAME}, found {found}"):
+            cuda.check_slabs(0, [(fd.fileno(), 3)])
         assert client.live() == {}
 
 
@@ -251,6 +253,9 @@ def test_a_slab_of_another_size_is_refused(fake: FakeDriver, listed: int) -> Non
     with sealed(fake, b"abc") as first, sealed(fake, bytes(GRANULARITY + 1)) as second:
         with pytest.raises(ManifestError, match=f"slab 1 is not of the {listed} bytes listed"):
             CudaMapping.open(0, [(first.fileno(), 3), (second.fileno(), listed)])
+        with pytest.raises(ManifestError, match=f"slab 1 is not of the {listed} bytes listed"):
+            cuda.check_slabs(0, [(first.fileno(), 3), (second.fileno(), listed)])
+        cuda.check_slabs(0, [(first.fileno(), 3), (second.fileno(), GRANULARITY + 1)])
         assert fake.live() == {}
 
 
@@ -383,6 +388,15 @@ def test_open_undoes_itself_at_every_step(fake: FakeDriver) -> None:
         "cuMemSetAccess",
         "cuCtxSynchronize",
     } <= failed
+
+
+def test_check_undoes_itself_at_every_step(fake: FakeDriver) -> None:
+    """Whichever call of `check_slabs` fails: no handle and no reserved address is left. None of them is for access."""
+    with sealed(fake, b"a") as a, sealed(fake, b"b") as b:
+        slabs = [(fd.fileno(), 1) for fd in (a, b)]
+        failed = fails_everywhere(fake, lambda: None, lambda _: cuda.check_slabs(0, slabs))
+    assert {"cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap"} <= failed
+    assert not {"cuMemSetAccess", "cuDevicePrimaryCtxRetain"} & failed
 
 
 @pytest.mark.parametrize("name", ["cuMemUnmap", "cuMemAddressFree"])

@@ -32,6 +32,7 @@ from weightcached.shard.manifest import (
     TensorEntry,
     TensorTable,
     check_checksums,
+    check_overlaps,
     check_table,
     parse_head,
     parse_table,
@@ -166,6 +167,31 @@ def test_an_oversized_manifest_is_refused_unread(monkeypatch: pytest.MonkeyPatch
         read_documents(fd.fileno())
     with pytest.raises(ManifestError, match="bytes, at most 10 are read"):
         write_manifest(head(), TensorTable((entry(),)))
+
+
+def test_a_head_that_is_too_long_is_refused() -> None:
+    """A status carries the heads of all shards, so one is small: read up to the limit, and none longer is written."""
+    fits = b"x" * (manifest.MAX_HEAD_BYTES - 1)
+    with memfd(fits + b"\n{}\n") as fd:
+        assert read_documents(fd.fileno())[0] == fits
+    with memfd(fits + b"x\n{}\n") as fd, pytest.raises(ManifestError, match="a head of 1048577 bytes, at most 1048576"):
+        read_documents(fd.fileno())
+    with pytest.raises(ManifestError, match="at most 1048576 are read"):
+        write_manifest(replace(head(), attributes={"x": "y" * (1 << 20)}), TensorTable((entry(),)))
+
+
+def test_a_manifest_that_cannot_be_mapped_is_refused() -> None:
+    """Such as a memfd of huge pages on a host that has none left: an error of the manifest, and no defect."""
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB | os.MFD_HUGE_2MB
+    try:
+        huge = os.memfd_create("huge", flags)
+    except OSError as error:
+        pytest.skip(f"no huge pages in this kernel: {error.strerror}")
+    with OwnedFd(huge) as fd:
+        os.ftruncate(fd.fileno(), manifest.MAX_MANIFEST_BYTES)
+        fcntl.fcntl(fd.fileno(), fcntl.F_ADD_SEALS, SEALS)
+        with pytest.raises(ManifestError):
+            read_documents(fd.fileno())
 
 
 def test_a_manifest_without_a_line_end_is_refused() -> None:
@@ -387,6 +413,67 @@ def test_values_of_another_type_are_refused(changes: dict[str, Any]) -> None:
 def test_overlap_is_allowed() -> None:
     """A fused tensor and the views that it is made of share bytes; each is inside the slab, which is what counts."""
     check(entry(), entry(name="v"), entry(name="u", offset=0, nbytes=512, dtype="U8", shape=(512,)))
+
+
+def plain(name: str, offset: int, nbytes: int, slab: int = 0) -> TensorEntry:
+    return entry(name=name, slab=slab, offset=offset, nbytes=nbytes, dtype="U8", shape=(nbytes,))
+
+
+def view(name: str, offset: int, nbytes: int) -> TensorEntry:
+    return entry(name=name, offset=offset, nbytes=nbytes, dtype="U8", shape=(2,), stride=(nbytes - 1,))
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [],
+        [plain("a", 0, 256), plain("b", 256, 256)],
+        [plain("a", 256, 256), plain("c", 0, 512)],
+        [plain("qkv", 0, 768), plain("q", 0, 256), plain("k", 256, 256), plain("v", 512, 256)],
+        [
+            plain("k", 256, 256),
+            plain("all", 0, 1024),
+            plain("qkv", 0, 768),
+            plain("last", 768, 256),
+            plain("k2", 256, 1),
+        ],
+        [plain("a", 0, 512), plain("same", 0, 512), plain("tail", 256, 256)],
+        [plain("a", 0, 512), plain("b", 256, 512, slab=1)],
+        [plain("base", 0, 512), view("even", 0, 400), view("odd", 256, 256), view("out", 256, 700)],
+        [plain("a", 0, 300), plain("none", 256, 0), plain("b", 512, 1)],
+    ],
+    ids=["none", "apart", "two", "fused", "nested", "same", "slabs", "views", "empty"],
+)
+def test_parts_may_share_bytes(entries: list[TensorEntry]) -> None:
+    """Apart, one inside the other to any depth, or strided: in whatever order they are listed."""
+    for order in (entries, entries[::-1]):
+        check_overlaps(TensorTable(tuple(order)))
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [plain("a", 0, 257), plain("b", 256, 256)],
+        [plain("all", 0, 1024), plain("a", 0, 512), plain("x", 0, 256), plain("b", 256, 512)],
+        [plain("a", 0, 257), plain("x", 0, 1), plain("y", 0, 256), plain("b", 256, 256)],
+        [plain("a", 0, 257), view("v", 0, 700), plain("b", 256, 256)],
+    ],
+    ids=["two", "in a third", "behind parts", "with a view"],
+)
+def test_tensors_that_are_no_parts_share_no_bytes(entries: list[TensorEntry]) -> None:
+    """Two contiguous tensors that share bytes, neither inside the other, are refused with how many, in any order."""
+    shared = 256 if entries[0].name == "all" else 1
+    for order in (entries, entries[::-1]):
+        with pytest.raises(ManifestError, match=f"tensors 'a' and 'b' share {shared} bytes of slab 0, and neither is"):
+            check_overlaps(TensorTable(tuple(order)))
+
+
+def test_too_many_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors and aliases together have a limit, which is far above any model."""
+    monkeypatch.setattr(manifest, "MAX_TENSORS", 3)
+    check(entry(), entry(name="v"), aliases={"u": "w"})
+    with pytest.raises(ManifestError, match="4 tensors and aliases, at most 3 are read"):
+        check(entry(), entry(name="v"), aliases={"u": "w", "t": "w"})
 
 
 def test_a_name_listed_twice_is_refused() -> None:

@@ -64,15 +64,19 @@ for folder in {closed}; do chmod o+x "$folder"; done
 loginctl enable-linger {user}
 uid=$(id -u {user})
 systemctl start "user@$uid.service"
-cd /home/{user}
+export USER={user}
 code=0
+timeout --kill-after=2 {timeout} bash /share/.harness/as-root > /share/.harness/output 2>&1 || code=$?
+if [ $code = 0 ]; then
+cd /home/{user}
 setpriv --reuid={user} --regid={user} --init-groups env --ignore-environment \
     HOME=/home/{user} USER={user} LOGNAME={user} LANG=C.UTF-8 PATH=/share/bin:/usr/local/bin:/usr/bin:/bin \
     SYSTEMD_PAGER=cat SYSTEMD_COLORS=0 XDG_RUNTIME_DIR="/run/user/$uid" \
     DBUS_SESSION_BUS_ADDRESS="unix:path=/run/user/$uid/bus" \
-    timeout --kill-after=2 {timeout} bash /share/.harness/script > /share/.harness/output 2>&1 || code=$?
+    timeout --kill-after=2 {timeout} bash /share/.harness/script >> /share/.harness/output 2>&1 || code=$?
+fi
 journalctl --sync
-journalctl --boot --no-pager --output=short-monotonic "_UID=$uid" > /share/.harness/journal
+journalctl --boot --no-pager --output=short-monotonic {units} "_UID=$uid" > /share/.harness/journal
 echo "$code" > /share/.harness/code
 systemctl kill --signal=SIGKILL "user@$uid.service"
 """
@@ -101,17 +105,20 @@ class UserSystemd:
         (share / "bin").mkdir(parents=True)
         share.chmod(0o777)
 
-    def run(self, script: str, *, timeout: float = 40.0) -> Result:
+    def run(self, script: str, *, timeout: float = 40.0, as_root: str = "", unit: str | None = None) -> Result:
         """Boots, runs ``script`` (bash) for at most ``timeout`` seconds, and ends everything that it started.
 
+        ``as_root`` is run before it by root, who finds the user's name in $USER; a failure there is the result. The
+        journal is the user's, with that of the system's own ``unit``.
         Raises AssertionError with the console's text when the container does not get as far as the script's end.
         """
         harness = self.share / ".harness"
         shutil.rmtree(harness, ignore_errors=True)
         harness.mkdir()
         closed = [str(path) for path in _closed_parents()]
-        prepare = PREPARE.format(user=USER, closed=shlex.join(closed) or "''", timeout=timeout)
-        for name, text in (("script", script), ("prepare", prepare), ("unit", UNIT)):
+        units = "" if unit is None else f"_SYSTEMD_UNIT={shlex.quote(unit)} +"
+        prepare = PREPARE.format(user=USER, closed=shlex.join(closed) or "''", timeout=timeout, units=units)
+        for name, text in (("script", script), ("as-root", as_root), ("prepare", prepare), ("unit", UNIT)):
             (harness / name).write_text(text)
         with ExitStack() as stack:
             cgroups = [str(stack.enter_context(_OwnCgroup(parent)).path) for parent in _cgroups_of_systemd()]

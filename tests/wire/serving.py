@@ -50,7 +50,12 @@ class Serving:
 
 @contextlib.contextmanager
 def serving(
-    path: Path, handle: Handler = answer_at_once, *, ops: frozenset[str] = WORKER_OPS, device: str | None = "host-0"
+    path: Path,
+    handle: Handler = answer_at_once,
+    *,
+    ops: frozenset[str] = WORKER_OPS,
+    device: str | None = "host-0",
+    allow_uids: tuple[int, ...] = (),
 ) -> Iterator[Serving]:
     """Serves at `path` until the block ends; then every connection is closed and the thread has ended."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -61,7 +66,7 @@ def serving(
     stop: list[asyncio.Event] = []
 
     async def main() -> None:
-        server = Server(listener, ops=ops, device=device, instance="test", handle=handle)
+        server = Server(listener, ops=ops, device=device, instance="test", handle=handle, allow_uids=allow_uids)
         loop = asyncio.get_running_loop()
         made.append(Serving(path, server, loop, []))
         loop.set_exception_handler(lambda _, context: made[0].defects.append(context))

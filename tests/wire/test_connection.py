@@ -6,6 +6,8 @@ import contextlib
 import os
 import select
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -108,6 +110,28 @@ def test_open_says_hello_and_keeps_the_greeting(path: Path, open_: Open, descrip
             connection.request(Status())
 
 
+def test_the_halves_of_open_and_request(path: Path, descriptors: NoDescriptorLeaks) -> None:
+    """A caller with a poll of its own connects and asks in two steps each, and reads an answer when it is there."""
+    with serving(path), Connection.begin(path, device="host-0", client="test") as connection:
+        assert connection.greeting == {}
+        assert select.select([connection], [], [], 10)[0]
+        connection.greeted(0.1)
+        assert connection.greeting["device"] == "host-0"
+        connection.send(Status())
+        assert select.select([connection], [], [], 10)[0]
+        reply, fds = connection.answer("status", 0.1)
+        assert (reply, len(fds)) == ({"op": "status"}, 0)
+
+
+def test_a_greeting_that_does_not_fit_closes(path: Path, descriptors: NoDescriptorLeaks) -> None:
+    """The second half of `open` refuses what `open` refuses, and the connection is closed then."""
+    with serving(path):
+        connection = Connection.begin(path, device="host-7", client="test")
+        with pytest.raises(WrongDevice):
+            connection.greeted(10)
+        assert connection.closed
+
+
 def test_no_socket_is_no_service(path: Path, open_: Open, descriptors: NoDescriptorLeaks) -> None:
     """Where nothing is, `ServiceNotRunning` names the path and how to start one."""
     with pytest.raises(ServiceNotRunning, match=r"host-0.sock; start it: systemctl --user start") as caught:
@@ -183,10 +207,40 @@ def test_a_listener_of_another_user_is_refused(
         assert framing.receive(peer) is None
 
     with scripted(path, script, greet=False):
-        monkeypatch.setattr("weightcached.wire.peer.os.geteuid", lambda: uid + 1)
+        monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+        monkeypatch.setenv("WEIGHTCACHED_SERVICE_USER", str(uid + 2))
         with pytest.raises(PeerRefused) as caught:
             open_()
-    assert caught.value.fields == {"uid": uid, "allowed": [uid + 1]}
+    assert caught.value.fields == {"uid": uid, "allowed": [uid + 1, uid + 2]}
+
+
+def test_a_listener_of_the_named_user_is_believed(path: Path, open_: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """$WEIGHTCACHED_SERVICE_USER names whose service is believed beside this process's own user's."""
+    uid = os.geteuid()
+    with serving(path):
+        monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+        monkeypatch.setenv("WEIGHTCACHED_SERVICE_USER", str(uid))
+        with open_() as connection:
+            assert connection.greeting["device"] == "host-0"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_a_socket_that_is_closed_to_this_user_says_so(path: Path) -> None:
+    """A client that may not even connect is told to ask for its uid in allow_uids; waiting for the service is vain."""
+    path.parent.chmod(0o711)
+    with serving(path):
+        path.chmod(0o600)
+        code = (
+            "import os, sys; from pathlib import Path; from weightcached.wire.connection import Connection\n"
+            "from weightcached.errors import ConnectionFailed, ConnectionLost, ServiceNotRunning\n"
+            "os.setresuid(65534, 65534, 65534)\n"
+            "try: Connection.open(Path(sys.argv[1]), device='host-0')\n"
+            "except ConnectionFailed as error: print(type(error).__name__, error)"
+        )
+        done = subprocess.run([sys.executable, "-c", code, os.fspath(path)], capture_output=True, text=True, check=True)
+    assert done.stdout == (
+        f"ConnectionFailed {path}: is closed to uid 65534; its service must list that in allow_uids\n"
+    )
 
 
 def test_an_error_of_the_peer_is_raised_as_its_class(path: Path, open_: Open, descriptors: NoDescriptorLeaks) -> None:

@@ -17,6 +17,7 @@ from weightcached.wire.messages import (
     Load,
     Publish,
     Reload,
+    Renew,
     Request,
     Reserve,
     Status,
@@ -34,6 +35,17 @@ EXPECTED: list[tuple[Request, dict[str, Any]]] = [
     (
         Attach("minilm", {"layers": (0, 6), "revision": None}, wait=1.5),
         {"model": "minilm", "key": {"layers": [0, 6], "revision": None}, "wait": 1.5, "op": "attach"},
+    ),
+    (
+        Renew("minilm", 3, "2026-01-01T00:00:00+00:00", 1 << 30, "2026-01-02T00:00:00+00:00"),
+        {
+            "model": "minilm",
+            "generation": 3,
+            "created": "2026-01-01T00:00:00+00:00",
+            "nbytes": 1 << 30,
+            "since": "2026-01-02T00:00:00+00:00",
+            "op": "renew",
+        },
     ),
     (Reserve("minilm", 1 << 40), {"model": "minilm", "nbytes": 1 << 40, "op": "reserve"}),
     (Publish(), {"op": "publish"}),

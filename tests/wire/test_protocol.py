@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from weightcached.errors import ProtocolError, VersionMismatch, WrongDevice
+from weightcached.errors import NotPermitted, ProtocolError, VersionMismatch, WrongDevice
 from weightcached.wire.messages import (
+    GUEST_OPS,
     SERVICE_OPS,
     WORKER_OPS,
     Attach,
@@ -17,6 +18,7 @@ from weightcached.wire.messages import (
     Load,
     Publish,
     Reload,
+    Renew,
     Request,
     Reserve,
     Status,
@@ -31,6 +33,7 @@ START = 1000.0
 REQUESTS: dict[str, Request] = {
     "hello": Hello(client="test", version="1", device="host-0"),
     "attach": Attach(model="m"),
+    "renew": Renew(model="m", generation=1, created="", nbytes=1, since=""),
     "reserve": Reserve(model="m", nbytes=1),
     "publish": Publish(),
     "status": Status(),
@@ -47,8 +50,12 @@ def data_of(request: Request) -> bytes:
     return json.dumps(request_to_json(request)).encode()
 
 
-def new(ops: frozenset[str] = WORKER_OPS, device: str | None = "host-0") -> Session:
-    return Session(ops=ops, device=device, version="1.2.3", now=START)
+def new(
+    ops: frozenset[str] = WORKER_OPS, device: str | None = "host-0", allowed: frozenset[str] | None = None
+) -> Session:
+    return Session(
+        ops=ops, uid=1000, allowed=ops if allowed is None else allowed, device=device, version="1.2.3", now=START
+    )
 
 
 def answer(session: Session, op: str, then: Callable[[], None] | None = None, now: float = START) -> None:
@@ -83,8 +90,9 @@ SECOND = "a second hello"
 NOT_HERE = "no operation"
 PUBLISH = "publish must follow reserve"
 AWAIT = "await the reply first"
+OWN = "each lease has one of its own"
 OK = ""
-ON_A_WORKER = ["attach", "reserve", "status", "evict", "subscribe"]
+ON_A_WORKER = ["attach", "renew", "reserve", "status", "evict", "subscribe"]
 ON_A_SERVICE_ONLY = ["load", "verify", "reload", "stop"]
 
 TABLE: dict[State, dict[str, str]] = {
@@ -107,6 +115,7 @@ TABLE: dict[State, dict[str, str]] = {
         "publish": PUBLISH,
         **dict.fromkeys(ON_A_WORKER, OK),
         **dict.fromkeys(ON_A_SERVICE_ONLY, NOT_HERE),
+        "renew": OWN,
     },
     State.CLOSED: dict.fromkeys(REQUESTS, AWAIT),
 }
@@ -213,6 +222,20 @@ def test_a_reservation_that_was_refused_leaves_the_state() -> None:
     session = in_state(State.OPEN)
     answer(session, "reserve")
     assert session.state is State.OPEN
+
+
+@pytest.mark.parametrize("ops", [WORKER_OPS, SERVICE_OPS], ids=["worker", "service"])
+def test_another_user_attaches_and_looks_and_no_more(ops: frozenset[str]) -> None:
+    """What is not for the peer's user is refused by name with what is, and leaves the connection as it was."""
+    for op in sorted(ops - {"hello"}):
+        session = new(ops, allowed=ops & GUEST_OPS)
+        answer(session, "hello")
+        if op in ("attach", "renew", "status", "subscribe"):
+            answer(session, op)
+        else:
+            with pytest.raises(NotPermitted, match=f"{op} is not for uid 1000, .*; others may: .*status, subscribe"):
+                session.receive(data_of(REQUESTS[op]), 0, START + 1)
+            assert (session.state, session.deadline) == (State.OPEN, START + IDLE_SECONDS)
 
 
 def test_only_publish_takes_descriptors() -> None:

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from tests.leaks import NoDescriptorLeaks
+from tests.leaks import NoDescriptorLeaks, open_descriptors
 from tests.wire.serving import HELLO, SECONDS, STATUS, Client, serving
 from weightcached import __version__
 from weightcached.errors import NoSuchModel
 from weightcached.fds import FdSet
-from weightcached.wire import protocol, server, stream
+from weightcached.wire import limits, protocol, server, stream
 from weightcached.wire.messages import Attach, Request, Reserve, Subscribe
 from weightcached.wire.protocol import State
 from weightcached.wire.server import ServerConnection
@@ -151,6 +151,26 @@ def test_a_message_without_bytes_is_an_end(path: Path) -> None:
         client.send(b"")
         assert client.receive() is None
         assert running.connections() == 0
+
+
+def test_the_process_of_a_peer(path: Path) -> None:
+    """A handler may ask about the process at the other end; one descriptor is kept for it until the connection ends."""
+    asked = []
+
+    def handle(connection: ServerConnection, request: Request, fds: FdSet) -> dict[str, Any]:
+        asked.append(connection.process())
+        return {"ended": connection.process().ended}
+
+    with serving(path, handle) as running:
+        with Client(path) as client:
+            before = len(open_descriptors())
+            assert client.ask(STATUS) == {"ended": False}
+            assert client.ask(STATUS) == {"ended": False}
+            assert asked[0] is asked[1]
+            assert len(open_descriptors()) == before + 1
+        while running.connections():
+            pass
+        assert len(open_descriptors()) == before - 2  # the pidfd, and the two ends of the connection
 
 
 def test_impatience_is_an_error(path: Path) -> None:
@@ -366,6 +386,73 @@ def test_a_server_out_of_descriptors_waits_for_one(path: Path, monkeypatch: pyte
             assert b'"ok"' in waiting.recv(1000)
 
 
+def test_a_hasty_client_is_read_at_a_pace(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that asks without end is answered each time, after a burst at the pace of the server; one that connects
+    anew for each question is not slowed down."""
+    monkeypatch.setattr(limits, "BURST", 10)
+    monkeypatch.setattr(limits, "PER_SECOND", 50.0)
+    asked = 20
+    with serving(path), Client(path) as client, Client(path) as other:
+        started = time.monotonic()
+        for _ in range(asked):
+            client.ask(STATUS)
+        elapsed = time.monotonic() - started
+        assert elapsed >= (asked + 1 - limits.BURST) / limits.PER_SECOND * 0.9  # the hello counts too
+        for _ in range(asked):
+            with Client(path) as new:
+                new.ask(STATUS)
+        other.ask(STATUS)
+        assert time.monotonic() - started < 3 * elapsed
+
+
+def test_a_slowed_client_that_goes_is_noticed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a connection is not read its end is not seen, but right after."""
+    monkeypatch.setattr(limits, "BURST", 1)
+    with serving(path) as running:
+        with Client(path) as client:
+            client.ask(STATUS)
+        with Client(path) as client:
+            client.send(b"garbage")  # the last words go out and nothing is read after them
+        end = time.monotonic() + SECONDS
+        while running.connections():
+            assert time.monotonic() < end
+        assert running.defects == []
+
+
+def test_what_one_connection_collects_is_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that takes one lease after the other is told to open another one, and loses what it has."""
+    monkeypatch.setattr(server, "MAX_HELD", 10)
+    held = Held()  # each subscription registers two callbacks
+    with serving(path, held) as running, Client(path) as client:
+        for _ in range(6):
+            client.ask({"op": "subscribe"})
+        assert "10 leases and the like are held" in client.refused(STATUS)["message"]
+        assert client.receive() is None
+        assert (running.connections(), len(held.closed)) == (0, 12)
+
+
+def test_connections_beyond_the_share_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its share a user is refused with the number, everybody else is served, and each end makes room for one."""
+    monkeypatch.setattr(limits, "MAX_CONNECTIONS", 3)
+    with serving(path) as running:
+        clients = [Client(path) for _ in range(3)]
+        for _ in range(2):
+            with Client(path, hello=False) as refused:
+                reply = refused.receive()
+                assert reply is not None
+                assert reply["error"]["code"] == "too-many-connections"
+                assert reply["error"]["fields"] == {"uid": os.geteuid(), "limit": 3}
+                assert refused.receive() is None
+        assert clients[0].ask(STATUS)
+        clients.pop().close()
+        end = time.monotonic() + SECONDS
+        while running.connections() == 3:
+            assert time.monotonic() < end
+        clients.append(Client(path))
+        for client in clients:
+            client.close()
+
+
 OTHER_USER = """
 import os, socket, sys
 os.setgroups([])
@@ -402,3 +489,58 @@ def test_another_user_is_refused_and_told(path: Path) -> None:
     assert '"code":"peer-refused"' in done.stdout
     assert '"uid":65534' in done.stdout
     assert '"ok"' not in done.stdout
+
+
+GUEST = """
+import os, sys
+from pathlib import Path
+from tests.wire.serving import Client, HELLO
+os.setgroups([])
+os.setresgid(65534, 65534, 65534)
+os.setresuid(65534, 65534, 65534)
+with Client(Path(sys.argv[1])) as client:
+    for op in ({"op": "attach", "model": "m"}, {"op": "status"}, {"op": "subscribe"}):
+        print(client.ask(op)["op"])
+    for op in ({"op": "evict", "model": "m"}, {"op": "reserve", "model": "m", "nbytes": 1}, {"op": "publish"}):
+        print(client.refused(op)["code"])
+    print(client.ask({"op": "status"})["op"])
+    with Client(Path(sys.argv[1])), Client(Path(sys.argv[1]), hello=False) as refused:
+        print(refused.receive()["error"]["message"])
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_an_allowed_user_attaches_and_looks_and_no_more(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of a listed uid attaches, and reads the status; evict, reserve and publish are not for it and leave its
+    connection as it was. It cannot fill the server: half of the connections stay the service's own."""
+    monkeypatch.setattr(limits, "MAX_CONNECTIONS", 4)
+    path.parent.chmod(0o711)
+    with serving(path, allow_uids=(65534,)) as running:
+        path.chmod(0o666)
+        done = subprocess.run(
+            [sys.executable, "-c", GUEST, os.fspath(path)], capture_output=True, text=True, timeout=30, check=True
+        )
+        with Client(path) as own:
+            assert own.ask({"op": "evict", "model": "m"}) == {"op": "evict"}
+        assert running.defects == []
+    assert done.stdout.split("\n")[:-1] == [
+        "attach", "status", "subscribe", "not-permitted", "not-permitted", "not-permitted", "status",
+        "uid 65534 has 2 connections here, all that it may have; close some",
+    ]  # fmt: skip
+
+
+def test_refusals_do_not_fill_the_log(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A peer that is refused again and again makes one line of log in a while, which says how often."""
+    monkeypatch.setattr(limits, "MAX_CONNECTIONS", 0)
+    with serving(path) as running:
+        for number in range(30):
+            if number == 29:
+                running.call(setattr, running.server, "_refusals_logged", -1e9)  # as if the time were over
+            with Client(path, hello=False) as client:
+                assert client.receive() is not None
+    assert [record.message.rpartition("; ")[2] for record in caplog.records] == [
+        "refused since start: 1",
+        "refused since start: 30",
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import socket
@@ -149,6 +150,74 @@ def test_a_peer_that_does_not_read_is_cut_off(descriptors: NoDescriptorLeaks) ->
         while receive(peer) is not None:
             taken += 1
         assert sent == taken + stream.MAX_QUEUED + 1
+
+    run(body)
+
+
+def test_a_peer_that_takes_no_descriptors_is_cut_off(descriptors: NoDescriptorLeaks) -> None:
+    """More than MAX_QUEUED_DESCRIPTORS in the queue end the stream, in however few messages, and all are closed."""
+
+    async def body(mine: Stream, owner: Owner, peer: socket.socket) -> None:
+        sent = 0
+        while not mine.closed:
+            mine.send({"n": "x" * 20_000}, [0] * 250)
+            sent += 1
+            assert sent < 100
+        assert owner.closed == [f"{stream.MAX_QUEUED_DESCRIPTORS} descriptors were not received"]
+        taken = 0
+        while receive(peer) is not None:
+            taken += 1
+        assert sent == taken + stream.MAX_QUEUED_DESCRIPTORS // 250 + 1
+
+    run(body)
+
+
+def test_what_has_gone_out_counts_no_more(descriptors: NoDescriptorLeaks) -> None:
+    """A peer that reads may be sent any number of descriptors."""
+
+    async def body(mine: Stream, owner: Owner, peer: socket.socket) -> None:
+        for _ in range(20):
+            mine.send({"n": 1}, [0] * 253)
+            assert await receive_later(peer) == {"n": 1}
+        assert not mine.closed
+
+    run(body)
+
+
+def test_a_paused_stream_reads_later(descriptors: NoDescriptorLeaks) -> None:
+    """What comes during a pause waits in the socket, and is read when the pause is over, the end of the peer too."""
+
+    async def body(mine: Stream, owner: Owner, peer: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        mine.pause(0.1)
+        peer.send(b'{"n":1}')
+        await asyncio.sleep(0.02)
+        assert owner.messages == []
+        await owner.until(lambda owner: owner.messages == [{"n": 1}])
+        assert loop.time() - started >= 0.09
+        mine.pause(0.02)
+        peer.close()
+        await owner.until(lambda owner: owner.closed == ["closed by the peer"])
+
+    run(body)
+
+
+@pytest.mark.parametrize("how", ["close", "close_when_sent"])
+def test_a_pause_does_not_outlive_its_stream(descriptors: NoDescriptorLeaks, how: str) -> None:
+    """A stream that is closed, or about to be, is not read again when a pause ends; the socket's number may be
+    another's by then."""
+
+    async def body(mine: Stream, owner: Owner, peer: socket.socket) -> None:
+        while mine.send({"n": "x" * 20_000}) is None and not mine._queue:  # something stays queued
+            pass
+        mine.pause(0.01)
+        getattr(mine, how)("enough")
+        with contextlib.suppress(BrokenPipeError):
+            peer.send(b"{}")
+        await asyncio.sleep(0.03)
+        assert owner.messages == []
+        mine.close("the end")
 
     run(body)
 

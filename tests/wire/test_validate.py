@@ -34,6 +34,9 @@ EVERY_REQUEST = [
     messages.Hello(client="ctl", version="1.0"),
     messages.Attach(model="minilm", key={"dtype": "float32", "layers": [0, 4]}, wait=1.5),
     messages.Attach(model="minilm"),
+    messages.Renew(
+        model="minilm", generation=1, created="2026-01-01T00:00:00Z", nbytes=1, since="2026-01-01T00:00:00Z"
+    ),
     messages.Reserve(model="minilm", nbytes=1 << 40),
     messages.Publish(),
     messages.Status(),
@@ -80,6 +83,11 @@ def test_every_operation_is_known_to_a_side() -> None:
         (b'{"op":"attach","model":"m","wait":true}', "attach.wait: Input should be a valid number"),
         (b'{"op":"attach","model":"m","key":[]}', "attach.key: Input should be"),
         (b'{"op":"attach","model":"m","key":{"dtyp":"x","a":1}}', "unknown key fields a, dtyp"),
+        (b'{"op":"attach","model":"m","key":{"dtype":NaN}}', "attach.key.dtype: neither text, whole numbers nor null"),
+        (b'{"op":"attach","model":"m","key":{"layers":[0,1.0]}}', "attach.key.layers: neither text"),
+        (b'{"op":"attach","model":"m","key":{"dtype":{"a":1}}}', "attach.key.dtype: neither text"),
+        (b'{"op":"reserve","model":"a/b","nbytes":1}', "reserve.model: 'a/b' is no name for a model"),
+        (b'{"op":"reserve","model":"' + b"m" * 129 + b'","nbytes":1}', "' is no name for a model"),
         (b'{"op":"reserve","model":"m","nbytes":true}', "reserve.nbytes: Input should be a valid integer"),
         (b'{"op":"reserve","model":"m","nbytes":1.0}', "reserve.nbytes: Input should be a valid integer"),
         (b'{"op":"reserve","model":"m","nbytes":"1"}', "reserve.nbytes: Input should be a valid integer"),
@@ -105,6 +113,23 @@ def test_the_error_lists_every_field_that_is_wrong() -> None:
     fields = ",".join(f'"f{number}":0' for number in range(50))
     with pytest.raises(ProtocolError, match="and 45 more"):
         parse_request(b'{"op":"status",' + fields.encode() + b"}")
+
+
+def test_the_error_is_one_line_of_bounded_length() -> None:
+    """Names that the peer made up neither break the line nor fill the log."""
+    for text in (b'{"op":"status","a\\nb":1}', b'{"op":"a\\nb"}', b'{"op":"attach","model":"m","key":{"a\\nb":1}}'):
+        with pytest.raises(ProtocolError, match=r"a\\nb"):
+            parse_request(text)
+    long = b"x" * 60_000
+    for text in (
+        b'{"op":"status","' + long + b'":1}',
+        b'{"op":"' + long + b'"}',
+        b'{"op":"attach","model":"m","key":{"' + long + b'":1}}',
+        b'{"op":"reserve","nbytes":1,"model":"' + long + b'"}',
+    ):
+        with pytest.raises(ProtocolError) as caught:
+            parse_request(text)
+        assert len(str(caught.value)) < 2000
 
 
 def test_a_hello_of_a_later_protocol_can_be_answered() -> None:
@@ -201,6 +226,12 @@ def test_a_publishers_checksums_are_checked() -> None:
         (lambda head, table: head["key"].update(color="red"), "key.color: Unexpected keyword"),
         (lambda head, table: head["key"].update(tensor_parallel_size="2"), "key.tensor_parallel_size: "),
         (lambda head, table: head["key"].update(layers=[1]), "key.layers.1: Field required"),
+        (lambda head, table: head["key"].update(layers=[4, 3]), "key: layers from 4 to 3"),
+        (lambda head, table: head["key"].update(layers=[-1, 3]), "key: layers from -1 to 3"),
+        (lambda head, table: head["key"].update(tensor_parallel_rank=1), "key: tensor parallel rank 1 of 1"),
+        (lambda head, table: head["key"].update(data_parallel_rank=-1), "key: data parallel rank -1 of 1"),
+        (lambda head, table: head["key"].update(pipeline_parallel_size=0), "key: pipeline parallel rank 0 of 0"),
+        (lambda head, table: head["key"].update(content=""), "key: no content digest"),
         (lambda head, table: head["files"][0].update(mtime_ns=1.5), "files.0.mtime_ns: "),
         (lambda head, table: head["attributes"].update(x=float("nan")), "attributes.x"),
         (lambda head, table: head["attributes"].update(x=[1]), "attributes.x"),
@@ -229,6 +260,7 @@ def test_a_publishers_checksums_are_checked() -> None:
         (lambda head, table: tensor(table, 0, dtype="F31"), "unknown dtype 'F31'"),
         (lambda head, table: tensor(table, 1, stride=[1, 17]), "spans"),
         (lambda head, table: tensor(table, 1, name="w"), "'w' is listed twice"),
+        (lambda head, table: tensor(table, 1, offset=512, stride=None), "share 256 bytes of slab 0"),
         (lambda head, table: table["aliases"].update(w="t"), "alias 'w'"),
         (lambda head, table: table["aliases"].update(tied="absent"), "alias 'tied' of 'absent'"),
     ],

@@ -27,8 +27,18 @@ LIMIT = 1 << 20
 class WorkerProcess:
     """``weightcached worker host-0`` and the three descriptors that it shares with this process. `close` ends it."""
 
-    def __init__(self, *, limit: int = LIMIT, share: WorkerProcess | None = None) -> None:
-        """`share`: take over the listening socket and the folder of a worker that has ended, as a service does."""
+    def __init__(
+        self,
+        *,
+        limit: int = LIMIT,
+        share: WorkerProcess | None = None,
+        options: tuple[str, ...] = (),
+        spoiled: str = "",
+    ) -> None:
+        """`share`: take over the listening socket and the folder of a worker that has ended, as a service does.
+
+        `options` are further ones of the command. `spoiled`: Python that plants a bug in the process before it begins.
+        """
         self.folder = Path(tempfile.mkdtemp(prefix="wc-", dir="/tmp")) if share is None else share.folder
         self.path = self.folder / "host-0.sock"
         if share is None:
@@ -43,10 +53,12 @@ class WorkerProcess:
         self._log = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 - closed by `close`
         fds = {"--channel-fd": theirs, "--listener-fd": self.listener, "--lock-fd": self.lock}
         arguments = [str(item) for option, fd in fds.items() for item in (option, fd.fileno())]
+        main = f"{spoiled}\nimport sys\nfrom weightcached.cli.main import main\nsys.exit(main())"
+        program = ["-c", main] if spoiled else ["-m", "weightcached"]
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "weightcached", "worker", "host-0", "--instance", "test",
-                 "--limit", str(limit), *arguments],
+                [sys.executable, *program, "worker", "host-0", "--instance", "test",
+                 "--limit", str(limit), *arguments, *options],
                 pass_fds=[fd.fileno() for fd in fds.values()],
                 stdin=subprocess.DEVNULL,
                 stderr=self._log,
@@ -114,9 +126,10 @@ class WorkerProcess:
         return generation
 
     def dropped(self) -> tuple[str, int]:
-        """The next message must be a drop: which model and generation."""
-        message = self.heard()
-        return message["drop"]["model"], message["drop"]["generation"]
+        """The next message must be a drop: which model and generation. Confirms it."""
+        name = self.heard()["drop"]
+        self.tell({"dropped": {"model": name["model"], "generation": name["generation"]}})
+        return name["model"], name["generation"]
 
     # The process.
 

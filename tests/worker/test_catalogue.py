@@ -13,6 +13,7 @@ from weightcached.errors import DeviceFull, KeyMismatch, ManifestError, ModelInU
 from weightcached.fds import OwnedFd
 from weightcached.shard.key import ShardKey
 from weightcached.shard.manifest import ManifestHead, SlabEntry
+from weightcached.wire.messages import Renew
 from weightcached.wire.peer import Peer
 from weightcached.worker.catalogue import Catalogue, Reservation, Shard
 
@@ -22,13 +23,14 @@ NOW = "2026-01-01T00:00:00+00:00"
 
 
 class Device:
-    """A device whose free memory the test sets."""
+    """A device whose memory the test sets."""
 
     def __init__(self, free: int = 1 << 40) -> None:
+        self.total = 1 << 40
         self.free = free
 
     def __call__(self) -> Memory:
-        return Memory(total=1 << 40, free=self.free)
+        return Memory(total=self.total, free=self.free)
 
 
 def head(model: str = "m", generation: int = 1, nbytes: int = 100, **changes: Any) -> ManifestHead:
@@ -46,14 +48,17 @@ def shard(model: str = "m", generation: int = 1, nbytes: int = 100, **changes: A
 
 
 class OnDevice(Catalogue):
-    """A catalogue with room for 1000 bytes that is told the free memory of a device."""
+    """A catalogue with room for 1000 bytes that is told the memory of a device."""
 
     def __init__(self, device: Device) -> None:
         super().__init__("host-0", 1000)
         self.memory = device
 
     def reserve(self, model: str, nbytes: int, peer: Peer) -> Reservation:  # type: ignore[override]
-        return super().reserve(model, nbytes, peer, self.memory().free)
+        return super().reserve(model, nbytes, peer, self.memory())
+
+    def victims(self, model: str, nbytes: int) -> list[Shard]:  # type: ignore[override]
+        return super().victims(model, nbytes, self.memory())
 
 
 @pytest.fixture
@@ -103,7 +108,9 @@ def test_a_shard_describes_itself(catalogue: Catalogue) -> None:
     assert described["state"] == "cached"
     assert (described["model"], described["generation"], described["nbytes"]) == ("m", 1, 100)
     assert described["key"]["dtype"] == "float32"
-    assert described["leases"] == [{"id": lease.id, "pid": 43, "command": "vllm", "uid": 1000, "since": NOW}]
+    assert described["leases"] == [
+        {"id": lease.id, "pid": 43, "command": "vllm", "uid": 1000, "since": NOW, "nbytes": 100, "ended": False}
+    ]
     catalogue.evict("m", force=True)
     assert made.describe()["state"] == "draining"
 
@@ -130,8 +137,11 @@ class TestRoom:
         error = full(catalogue, 500)
 
         assert error.fields == {
-            "device": "host-0", "needed": 500, "free": 400, "limit": 1000,
-            "holders": ["cached 100 bytes", "old 200 bytes", "coming 300 bytes (loading)"],
+            "device": "host-0", "needed": 500, "free": 400, "evictable": 100, "limit": 1000, "others": 0,
+            "holders": [
+                "cached 100 bytes", "old 200 bytes (draining, in use by pid 42 (python))", "coming 300 bytes (loading)",
+            ],
+            "advice": "evict a model or raise memory_limit",
         }  # fmt: skip
         assert "needed 500 bytes, free 400 bytes of a limit of 1000" in str(error)
         made.close()
@@ -299,6 +309,86 @@ class TestEvict:
         catalogue.end_lease(lease)
         assert catalogue.shards == [new]
         new.close()
+
+
+class TestRenew:
+    """Leases that a worker before this one has granted. What clients may say is in `test_handlers`."""
+
+    def said(self, **changes: Any) -> Renew:
+        fields = {"model": "m", "generation": 1, "created": NOW, "nbytes": 100, "since": NOW}
+        return Renew(**{**fields, **changes})
+
+    def test_the_current_one_before_any_other(self, catalogue: Catalogue) -> None:
+        """Of equal shards, one that drains among them, the lease is on the current one, which is in use by it."""
+        made = publish(catalogue)
+        lease = catalogue.renew(self.said(), OTHER, NOW)
+        assert lease.shard is made
+        with pytest.raises(ModelInUse, match=r"pid 43 \(vllm\)"):
+            catalogue.evict("m", force=False)
+        catalogue.evict("m", force=True)
+        again = catalogue.renew(self.said(), PEER, NOW)
+        assert again.shard is made
+        catalogue.end_lease(lease)
+        assert catalogue.shards == [made]
+        catalogue.end_lease(again)
+        assert catalogue.shards == []
+
+    def test_the_own_users_word_counts(self, catalogue: Catalogue) -> None:
+        """Memory that is not here takes room, once, as long as a process of the worker's own user says that it has it;
+        what only others say is shown and takes none."""
+        own = Peer(1, os.geteuid(), "engine")
+        guest = Peer(2, os.geteuid() + 1, "guest")
+        first = catalogue.renew(self.said(nbytes=600), guest, NOW)
+        assert (catalogue.held, len(catalogue.shards)) == (0, 1)
+        second = catalogue.renew(self.said(nbytes=600), own, NOW)
+        third = catalogue.renew(self.said(nbytes=600), own, NOW)
+        assert (catalogue.held, len(catalogue.shards)) == (600, 1)
+        assert full(catalogue, 401).free == 400
+        for lease, held in ((second, 600), (third, 0)):
+            catalogue.end_lease(lease)
+            assert catalogue.held == held
+        assert first.shard.describe()["nbytes"] == 600
+        catalogue.end_lease(first)
+        assert catalogue.shards == []
+
+    def test_it_is_no_generation_of_the_model(self, catalogue: Catalogue) -> None:
+        """What another service gave out as a number does not change what this one gives out."""
+        lease = catalogue.renew(self.said(generation=7), PEER, NOW)
+        made = publish(catalogue)
+        assert made.generation == 1
+        catalogue.end_lease(lease)
+        made.close()
+
+
+class TestUse:
+    """Which shard was used last: `budget` asks for it."""
+
+    def test_publishing_attaching_and_letting_go_are_uses(self, catalogue: Catalogue) -> None:
+        """Each makes the shard the most recently used one; a lease that ends late counts, and nothing else does."""
+        a, b, c = (publish(catalogue, name) for name in "abc")
+
+        def order() -> str:
+            return "".join(item.model for item in sorted(catalogue.shards, key=lambda item: item.used))
+
+        assert order() == "abc"
+        lease = catalogue.lease(a, PEER, NOW)
+        assert order() == "bca"
+        catalogue.end_lease(catalogue.lease(b, OTHER, NOW))
+        assert order() == "cab"
+        a.describe(), catalogue.find("a"), catalogue.check_key(a, {})
+        catalogue.end_lease(lease)
+        assert order() == "cba"
+        for item in (a, b, c):
+            item.close()
+
+    def test_what_is_adopted_counts_in_that_order(self, catalogue: Catalogue) -> None:
+        """A worker that starts again knows nothing of the uses before."""
+        adopted = [shard(name, 7 - number) for number, name in enumerate("xyz")]
+        for item in adopted:
+            catalogue.insert(item)
+        assert sorted(catalogue.shards, key=lambda item: item.used) == adopted
+        for item in adopted:
+            item.close()
 
 
 class TestLeases:

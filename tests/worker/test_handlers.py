@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
-from tests.wire.serving import Client
+from tests.wire.serving import HELLO, Client
 from tests.worker.process import LIMIT, WorkerProcess, shard
 from weightcached.fds import FdSet, OwnedFd
 from weightcached.shard.host import HostSlab
@@ -51,6 +55,14 @@ def answer(client: Client) -> tuple[dict[str, Any], FdSet]:
         message = framing.decode(received[0])
         if "event" not in message:
             return message, received[1]
+
+
+def wait_begins(client: Client) -> dict[str, Any]:
+    """What a client is told when the wait of its attach begins."""
+    message = client.receive()
+    assert message is not None
+    event: dict[str, Any] = message["event"]
+    return event
 
 
 def bytes_of(fds: FdSet) -> bytes:
@@ -129,6 +141,7 @@ class TestWaiting:
         """A client that waits gets the shard in the moment in which the service holds it, not before."""
         with worker.client() as waiting, worker.client() as publisher:
             waiting.send({"op": "attach", "model": "later", "wait": 30})
+            assert wait_begins(waiting) == {"model": "later", "state": None, "progress": 0.0}
             generation = publisher.ask({"op": "reserve", "model": "later", "nbytes": 4})["generation"]
             with shard("later", generation, b"data") as fds:
                 publisher.send({"op": "publish"}, [fd.fileno() for fd in fds])
@@ -178,10 +191,10 @@ class TestWaiting:
             assert answer(other)[0]["error"]["code"] == "timed-out"
 
     def test_progress_is_told(self, worker: WorkerProcess) -> None:
-        """While it waits a client gets the model's progress as events."""
+        """While it waits a client gets events: what the model is doing now, then each progress."""
         with worker.client() as client:
             client.send({"op": "attach", "model": "coming", "wait": 30})
-            worker.status()
+            assert wait_begins(client) == {"model": "coming", "state": None, "progress": 0.0}
             worker.tell({"models": {"coming": {"state": "loading", "progress": 0.25, "reason": None}}})
             event = client.receive()
             assert event is not None and event["event"]["model"] == "coming"
@@ -215,6 +228,32 @@ class TestWaiting:
             assert worker.heard() == {"wanted": {"model": "early"}}
             worker.tell({"models": absent})
             worker.status()
+
+    def test_a_model_that_is_evicted_meanwhile_is_wanted(self, worker: WorkerProcess) -> None:
+        """The service has it as cached when the client asks, and as absent a moment later: it hears of the client."""
+        worker.tell({"models": {"evicted": {"state": "cached"}}})
+        with worker.client() as client:
+            client.send({"op": "attach", "model": "evicted", "wait": 30})
+            assert wait_begins(client)["state"] == "cached"
+            worker.tell({"models": {"evicted": {"state": "absent"}}})
+            assert worker.heard() == {"wanted": {"model": "evicted"}}
+
+    def test_a_load_without_room_is_tried_again(self, worker: WorkerProcess) -> None:
+        """Who waits for a model whose load found no room has it loaded again; that load's end ends the wait, not what
+        was said of the one before. Who does not wait is told what failed."""
+        failed = {"state": "failed", "reason": "host-0 has no room", "retry": True}
+        worker.tell({"models": {"tight": failed}})
+        with worker.client() as client:
+            assert client.refused({"op": "attach", "model": "tight"})["fields"]["reason"] == "host-0 has no room"
+            client.send({"op": "attach", "model": "tight", "wait": 30})
+            assert wait_begins(client)["state"] == "failed"
+            assert worker.heard() == {"wanted": {"model": "tight"}}
+            worker.tell({"models": {"tight": failed, "another": {"state": "loading"}}})
+            worker.status()
+            assert not select.select([client.sock], [], [], 0.05)[0]
+            worker.tell({"models": {"tight": {"state": "loading", "progress": 0.5}}})
+            worker.tell({"models": {"tight": failed}})
+            assert answer(client)[0]["error"]["code"] == "model-failed"
 
     def test_a_client_that_leaves_is_forgotten(self, worker: WorkerProcess) -> None:
         """A waiting client that goes away leaves no lease behind when its model comes."""
@@ -284,6 +323,7 @@ class TestInPart:
             told(worker, "whole", "loading", whole=False)
             exact.send({"op": "attach", "model": "whole", "wait": 30, "key": {"content": "c0ffee"}})
             waiting.send({"op": "attach", "model": "whole", "wait": 30})
+            assert wait_begins(waiting)["state"] == "loading"
             worker.status()
             worker.publish("whole", b"new!")
             assert bytes_of(answer(exact)[1]) == b"new!"
@@ -334,6 +374,253 @@ class TestInPart:
         with worker.client() as client:
             client.send({"op": "attach", "model": "again", "wait": 30})
             assert worker.heard() == {"wanted": {"model": "again"}}
+
+
+CREATED = "2026-01-01T00:00:00+00:00"  # of every shard that the tests publish
+SINCE = "2026-02-03T04:05:06+00:00"
+
+
+def renew(client: Client, model: str, generation: int, nbytes: int, **changes: Any) -> dict[str, Any]:
+    """The reply's content."""
+    request = {"op": "renew", "model": model, "generation": generation, "created": CREATED, "nbytes": nbytes}
+    return client.ask({**request, "since": SINCE, **changes})
+
+
+class TestRenew:
+    """What clients of a worker before this one say."""
+
+    def test_a_lease_on_the_same_shard(self, worker: WorkerProcess) -> None:
+        """The one that is cached: it is in use again, since the time that the client says, until the client ends."""
+        generation = worker.publish("back", b"data")
+        with worker.client() as client:
+            reply = renew(client, "back", generation, 4)
+            assert (reply["model"], reply["generation"], reply["since"]) == ("back", generation, SINCE)
+            (found,) = worker.shards("back")
+            assert found["state"] == "cached"
+            assert found["leases"] == [
+                {
+                    "id": reply["lease"],
+                    "pid": os.getpid(),
+                    "command": found["leases"][0]["command"],
+                    "uid": os.getuid(),
+                    "since": SINCE,
+                    "nbytes": 4,
+                    "ended": False,
+                }
+            ]
+            with worker.client() as other:
+                assert other.refused({"op": "evict", "model": "back"})["code"] == "model-in-use"
+        wait_until(worker, "back", 0)
+
+    def test_a_lease_on_one_that_drains(self, worker: WorkerProcess) -> None:
+        """The generation before is here as long as somebody else holds it: both are on it."""
+        old = worker.publish("drains", b"old!")
+        with worker.client() as first, worker.client() as second:
+            attach(first, "drains")[1].close()
+            worker.publish("drains", b"new!")
+            worker.dropped()
+            renew(second, "drains", old, 4)
+            assert [len(item["leases"]) for item in worker.shards("drains")] == [0, 2]
+            first.close()
+            wait_until(worker, "drains", 1)
+            assert len(worker.shards("drains")) == 2
+        wait_until(worker, "drains", 0)
+        assert len(worker.shards("drains")) == 1
+
+    @pytest.mark.parametrize(
+        "changes",
+        [{"generation": 7}, {"created": "2025-12-31T00:00:00+00:00"}, {"nbytes": 5}, {"model": "never-heard-of"}],
+        ids=lambda changes: next(iter(changes)),
+    )
+    def test_memory_that_is_not_here(self, worker: WorkerProcess, changes: dict[str, Any]) -> None:
+        """Another generation, one made at another time under the same number, or another size is another shard: it
+        shows as draining with its holders, its bytes count once, and it goes with the last of them."""
+        name = f"not-{next(iter(changes))}"
+        generation = worker.publish(name, b"data")
+        before = worker.status()["held"]
+        said = {"model": name, "generation": generation, "nbytes": 4, **changes}
+        model, nbytes = said["model"], said["nbytes"]
+        with worker.client() as first, worker.client() as second:
+            for client in (first, second):
+                renew(client, **said)
+            found = [item for item in worker.shards(model) if item["state"] == "draining"]
+            assert [(item["generation"], item["nbytes"]) for item in found] == [(said["generation"], nbytes)]
+            assert len(found[0]["leases"]) == 2
+            assert found[0]["key"]["content"] == "unknown"
+            assert worker.status()["held"] == before + nbytes
+            first.close()
+            wait_until(worker, model, 1)
+            assert worker.status()["held"] == before + nbytes
+        wait_until(worker, model, 0)
+        assert worker.status()["held"] == before
+
+    def test_it_is_never_given_out(self, worker: WorkerProcess) -> None:
+        """Memory without descriptors is no model that anybody could attach or evict."""
+        with worker.client() as holder, worker.client() as other:
+            renew(holder, "ghost", 1, 100)
+            assert other.refused({"op": "attach", "model": "ghost"})["code"] == "no-such-model"
+            assert other.refused({"op": "evict", "model": "ghost", "force": True})["code"] == "no-such-model"
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"generation": 0}, {"generation": -1}, {"generation": 1 << 60}, {"nbytes": -1}, {"nbytes": 1 << 49},
+            {"created": "x" * 65}, {"nbytes": "many"}, {"since": None}, {"nbytes": 1.5}, {"more": 1}, {"model": "../m"},
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_what_no_shard_can_be(self, worker: WorkerProcess, changes: dict[str, Any]) -> None:
+        """Numbers out of range and fields of other types break the protocol: answered, closed, and nothing counts."""
+        before = worker.status()
+        with worker.client() as client:
+            request = {"op": "renew", "model": "m", "generation": 1, "created": CREATED, "nbytes": 1, "since": SINCE}
+            assert client.refused({**request, **changes})["code"] == "protocol-error"
+            assert client.receive() is None
+        assert worker.status()["held"] == before["held"]
+        assert len(worker.status()["shards"]) == len(before["shards"])
+
+    def test_one_for_each_connection(self, worker: WorkerProcess) -> None:
+        """A connection that holds something renews nothing more: it ends, and its lease with it."""
+        with worker.client() as client:
+            renew(client, "one", 1, 100)
+            again = {"op": "renew", "model": "one", "generation": 2, "created": CREATED, "nbytes": 1, "since": SINCE}
+            assert "each lease has one of its own" in client.refused(again)["message"]
+        wait_until(worker, "one", 0)
+        assert worker.shards("one") == []
+
+    @pytest.mark.parametrize(
+        ("since", "shown"),
+        [
+            ("2026-02-03T06:05:06.789+02:00", "2026-02-03T04:05:06+00:00"),
+            ("2026-02-03T04:05:06Z", SINCE),
+            ("2026-02-03T04:05:06", None),
+            ("9999-12-31T23:59:59-23:00", None),
+            ("2226-02-03T04:05:06Z", None),
+            ("yesterday", None),
+            ("", None),
+            ("2026-02-03T04:05:06" + 30 * "0", None),
+        ],
+    )
+    def test_since_when(self, worker: WorkerProcess, since: str, shown: str | None) -> None:
+        """A time of any zone is shown in UTC; what is no time with its zone, or is yet to come, is now."""
+        now = datetime.now(UTC).replace(microsecond=0)
+        with worker.client() as client:
+            found = renew(client, "since", 1, 1, since=since)["since"]
+        if shown is None:
+            assert now <= datetime.fromisoformat(found) <= datetime.now(UTC)
+        else:
+            assert found == shown
+        wait_until(worker, "since", 0)
+
+    def test_a_holder_that_left_a_child(self, worker: WorkerProcess) -> None:
+        """The process that attached has ended, and one that it forked still has the connection: the lease lasts, says
+        so in status and in the refusal of an eviction, and ends with that one."""
+        worker.publish("child")
+        program = (
+            "import os, socket, sys\n"
+            "sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+            "sock.connect(sys.argv[1])\n"
+            "for message in sys.argv[2:]:\n"
+            "    sock.send(message.encode()); sock.recv(65536)\n"
+            "if not os.fork():\n"
+            "    print('there', flush=True)\n"
+            "    sys.stdin.read()\n"
+        )
+        messages = [json.dumps(message) for message in (HELLO, {"op": "attach", "model": "child"})]
+        with subprocess.Popen(
+            [sys.executable, "-c", program, str(worker.path), *messages], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as process:
+            assert process.stdout is not None and process.stdin is not None
+            assert process.stdout.readline() == b"there\n"
+            assert process.wait(10) == 0
+            (lease,) = worker.shards("child")[0]["leases"]
+            assert (lease["pid"], lease["ended"]) == (process.pid, True)
+            with worker.client() as client:
+                error = client.refused({"op": "evict", "model": "child"})
+            assert f"pid {process.pid} ({lease['command']}, ended; a child of it holds on)" in error["message"]
+        wait_until(worker, "child", 0)
+
+
+class TestSettling:
+    """A worker that has adopted shards a moment ago."""
+
+    @pytest.fixture
+    def fresh(self) -> Iterator[WorkerProcess]:
+        """It has adopted "kept" and serves."""
+        process = WorkerProcess()
+        with shard("kept", 1, b"data") as fds:
+            process.tell({"adopt": {"model": "kept", "generation": 1}}, list(fds))
+        yield process.serve()
+        process.close()
+
+    def test_an_eviction_waits_for_the_holders(self, fresh: WorkerProcess) -> None:
+        """One that comes before the holder is back is decided when it is: refused, naming it."""
+        with fresh.client() as operator, fresh.client() as holder:
+            operator.send({"op": "evict", "model": "kept"})
+            assert 0 < fresh.status()["settles_in"] <= 2
+            assert not select.select([operator.sock], [], [], 0.2)[0]
+            renew(holder, "kept", 1, 4)
+            error = operator.receive()
+            assert error is not None and error["error"]["code"] == "model-in-use"
+            assert f"pid {os.getpid()}" in error["error"]["message"]
+            assert fresh.status()["settles_in"] == 0
+
+    def test_an_eviction_of_what_nobody_uses(self, fresh: WorkerProcess) -> None:
+        """Nobody comes: it is done when the time is over. What is published meanwhile is evicted at once, and so is
+        what does not exist."""
+        fresh.publish("new")
+        with fresh.client() as operator, fresh.client() as other:
+            operator.send({"op": "evict", "model": "kept"})
+            other.send({"op": "evict", "model": "new"})
+            assert fresh.dropped() == ("new", 1)
+            assert (other.receive() or {})["ok"]["model"] == "new"
+            assert other.refused({"op": "evict", "model": "nothing"})["code"] == "no-such-model"
+            assert fresh.status()["settles_in"] > 0
+            assert fresh.dropped() == ("kept", 1)
+            assert (operator.receive() or {})["ok"]["model"] == "kept"
+            assert fresh.status()["settles_in"] == 0
+
+    def test_force_waits_for_nobody(self, fresh: WorkerProcess) -> None:
+        """An eviction with force is done at once; who comes back holds a shard that drains."""
+        with fresh.client() as operator, fresh.client() as holder:
+            operator.send({"op": "evict", "model": "kept", "force": True})
+            assert fresh.dropped() == ("kept", 1)
+            assert (operator.receive() or {})["ok"]["draining"] == []
+            assert fresh.status()["settles_in"] > 0
+            renew(holder, "kept", 1, 4)
+            assert [item["state"] for item in fresh.shards("kept")] == ["draining"]
+
+    def test_room_is_made_of_what_is_idle_for_sure(self, fresh: WorkerProcess) -> None:
+        """A reservation that needs the room waits as well: the shard whose holder comes back stays, and the
+        reservation is refused."""
+        with fresh.client() as publisher, fresh.client() as holder:
+            publisher.send({"op": "reserve", "model": "big", "nbytes": LIMIT})
+            assert not select.select([publisher.sock], [], [], 0.2)[0]
+            renew(holder, "kept", 1, 4)
+            reply = publisher.receive()
+            assert reply is not None and reply["error"]["code"] == "device-full"
+            assert [item["state"] for item in fresh.shards("kept")] == ["cached"]
+
+    def test_another_rank_that_goes_waits_too(self, fresh: WorkerProcess) -> None:
+        """A rank that is needed no more is dropped only when nobody has come back to it."""
+        with fresh.client() as holder:
+            fresh.tell({"unneeded": {"model": "kept", "generation": 1, "room_for": "new"}})
+            renew(holder, "kept", 1, 4)
+            while fresh.status()["settles_in"]:
+                select.select([fresh.channel], [], [], 0.2)
+            assert [item["state"] for item in fresh.shards("kept")] == ["cached"]
+
+    def test_who_comes_while_the_device_is_lost_is_told(self, fresh: WorkerProcess) -> None:
+        """A holder that was away when the others were told hears of it with its renewal."""
+        fresh.tell({"lost": {"reason": "fallen off the bus"}})
+        assert fresh.dropped() == ("kept", 1)
+        with fresh.client() as holder:
+            renew(holder, "kept", 1, 4)
+            event = holder.receive()
+            assert event is not None
+            assert event["event"] == {
+                "what": "lost", "model": "kept", "generation": 1, "nbytes": 4, "reason": "fallen off the bus",
+            }  # fmt: skip
 
 
 class TestPublish:
@@ -413,14 +700,14 @@ class TestPublish:
             assert time.monotonic() < end
 
     def test_room_is_limited(self, worker: WorkerProcess) -> None:
-        """More than the limit is `device-full`, with what is needed and what is free; the rest may be reserved."""
+        """More than the limit is `device-full`, with what is needed and what is free, and nothing is evicted for it;
+        what is free may be reserved."""
         held = worker.status()["held"]
-        with worker.client() as client, worker.client() as other:
+        with worker.client() as client:
             error = client.refused({"op": "reserve", "model": "huge", "nbytes": LIMIT + 1})
             assert error["code"] == "device-full"
             assert (error["fields"]["needed"], error["fields"]["free"]) == (LIMIT + 1, LIMIT - held)
             client.ask({"op": "reserve", "model": "huge", "nbytes": LIMIT - held})
-            assert other.refused({"op": "reserve", "model": "more", "nbytes": 1})["fields"]["free"] == 0
 
 
 def unsealed(slab: HostSlab) -> OwnedFd:
@@ -476,13 +763,16 @@ class TestEvict:
     """Evicting by a client."""
 
     def test_an_idle_model_goes(self, worker: WorkerProcess) -> None:
-        """The service is told to drop its copies, and the worker's own descriptors are closed."""
+        """The worker's own descriptors are closed, and the reply waits until the service has let go of its copies."""
         before = worker.descriptors()
         generation = worker.publish("idle")
         with worker.client() as client:
-            reply = client.ask({"op": "evict", "model": "idle"})
-            assert (reply["generation"], reply["draining"]) == (generation, [])
-            assert worker.dropped() == ("idle", generation)
+            client.send({"op": "evict", "model": "idle"})
+            assert worker.heard() == {"drop": {"model": "idle", "generation": generation, "nbytes": 256}}
+            worker.status()  # the worker is alive and has had every occasion
+            assert not select.select([client.sock], [], [], 0.05)[0]
+            worker.tell({"dropped": {"model": "idle", "generation": generation}})
+            assert answer(client)[0]["ok"] == {"model": "idle", "generation": generation, "nbytes": 256, "draining": []}
             assert client.refused({"op": "attach", "model": "idle"})["code"] == "no-such-model"
             assert client.refused({"op": "evict", "model": "idle"})["code"] == "no-such-model"
         assert worker.shards("idle") == []
@@ -496,9 +786,9 @@ class TestEvict:
             error = client.refused({"op": "evict", "model": "used"})
             assert error["code"] == "model-in-use"
             assert f"pid {os.getpid()}" in error["fields"]["holders"][0]
-            reply = client.ask({"op": "evict", "model": "used", "force": True})
-            assert [lease["pid"] for lease in reply["draining"]] == [os.getpid()]
+            client.send({"op": "evict", "model": "used", "force": True})
             assert worker.dropped() == ("used", generation)
+            assert [lease["pid"] for lease in answer(client)[0]["ok"]["draining"]] == [os.getpid()]
             assert bytes_of(fds) == b"data"
             assert worker.shards("used")[0]["state"] == "draining"
         wait_until(worker, "used", 0)
@@ -511,8 +801,9 @@ class TestEvict:
             error = client.refused({"op": "evict", "model": "elsewhere", "device": "host-1"})
             assert error["code"] == "wrong-device"
             assert worker.shards("elsewhere")
-            client.ask({"op": "evict", "model": "elsewhere", "device": "host-0"})
+            client.send({"op": "evict", "model": "elsewhere", "device": "host-0"})
             worker.dropped()
+            assert "ok" in answer(client)[0]
 
 
 def test_subscribers_hear_of_everything(worker: WorkerProcess) -> None:
@@ -525,8 +816,9 @@ def test_subscribers_hear_of_everything(worker: WorkerProcess) -> None:
         client.close()
         with worker.client() as other:
             wait_until(worker, "seen", 0)
-            other.ask({"op": "evict", "model": "seen"})
-        worker.dropped()
+            other.send({"op": "evict", "model": "seen"})
+            worker.dropped()
+            assert "ok" in answer(other)[0]
         events = [watcher.receive() for _ in range(3)]
         name = {"model": "seen", "generation": generation, "nbytes": 256}
         assert events == [{"event": {"what": what, **name}} for what in ("published", "released", "evicted")]

@@ -122,6 +122,7 @@ def test_it_ends_with_its_service(start: Start) -> None:
     worker = start().serve()
     client, publisher = worker.client(), worker.client()
     client.send({"op": "attach", "model": "m", "wait": 30})
+    assert (client.receive() or {})["event"]["model"] == "m"  # it waits
     generation = publisher.ask({"op": "reserve", "model": "p", "nbytes": 4})["generation"]
     with shard("p", generation, b"data") as fds:
         publisher.send({"op": "publish"}, [fd.fileno() for fd in fds])

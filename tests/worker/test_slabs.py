@@ -15,7 +15,10 @@ from weightcached.memfd import SEALS, sealed_memfd
 from weightcached.shard.host import HostSlab
 from weightcached.shard.key import ShardKey
 from weightcached.shard.manifest import ManifestHead, SlabEntry
+from weightcached.worker import slabs
 from weightcached.worker.slabs import check_slabs
+
+F_SEAL_FUTURE_WRITE = 0x10  # fcntl.h; mappings made before it can still be written
 
 
 def head(*sizes: int, device: str = "host-0") -> ManifestHead:
@@ -72,11 +75,25 @@ def test_their_number_must_be_right(descriptors: NoDescriptorLeaks, sent: int) -
         (lambda: host_slab(512), "slab 1 has 512 bytes, 256 listed"),
         (lambda: memfd(0), "the slab 1 is not sealed"),
         (lambda: memfd(SEALS & ~fcntl.F_SEAL_SHRINK), "the slab 1 is not sealed"),
+        (lambda: memfd(SEALS & ~fcntl.F_SEAL_GROW), "the slab 1 is not sealed"),
         (lambda: memfd(SEALS & ~fcntl.F_SEAL_WRITE), "the slab 1 is not sealed"),
+        (lambda: memfd(SEALS & ~fcntl.F_SEAL_SEAL), "the slab 1 is not sealed"),
+        (lambda: memfd(SEALS & ~fcntl.F_SEAL_WRITE | F_SEAL_FUTURE_WRITE), "the slab 1 is not sealed"),
         (lambda: opened(os.devnull), "the slab 1 is not a memfd"),
         (lambda: opened(__file__), "the slab 1 is not a memfd"),
     ],
-    ids=["short", "long", "unsealed", "may shrink", "writable", "device", "file"],
+    ids=[
+        "short",
+        "long",
+        "unsealed",
+        "may shrink",
+        "may grow",
+        "writable",
+        "may be unsealed",
+        "writable where mapped",
+        "device",
+        "file",
+    ],
 )
 def test_a_host_slab_must_be_final_and_of_its_size(
     descriptors: NoDescriptorLeaks, make: Callable[[], OwnedFd], problem: str
@@ -85,10 +102,28 @@ def test_a_host_slab_must_be_final_and_of_its_size(
     assert refused(head(256, 256), host_slab(256), make()).startswith(problem)
 
 
-def test_a_gpu_slab_must_look_like_the_drivers(descriptors: NoDescriptorLeaks) -> None:
-    """An export of the driver is a character device; a file or a memfd is refused before any client imports it."""
-    gpu = head(256, device="GPU-2f1d0c5e-6a7b-4c3d-9e8f-001122334455")
+def pipe_end(descriptors: NoDescriptorLeaks | None = None) -> OwnedFd:
+    reader, writer = os.pipe()
+    os.close(writer)
+    return OwnedFd(reader)
+
+
+GPU = "GPU-2f1d0c5e-6a7b-4c3d-9e8f-001122334455"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: sealed_memfd("test", bytes(256)), lambda: opened(__file__), lambda: opened(os.devnull), pipe_end],
+    ids=["memfd", "file", "another device", "pipe"],
+)
+def test_a_gpu_slab_must_look_like_the_drivers(descriptors: NoDescriptorLeaks, make: Callable[[], OwnedFd]) -> None:
+    """An export of the driver is an open /dev/nvidiactl; what is none is refused before any client imports it."""
+    assert refused(head(256, device=GPU), make()) == "slab 0 is not an export of the GPU driver"
+
+
+def test_what_looks_like_the_drivers_passes(descriptors: NoDescriptorLeaks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An open device of the driver's number passes, whatever size is listed: only an import would tell."""
+    null = os.stat(os.devnull).st_rdev
+    monkeypatch.setattr(slabs, "NVIDIA_CONTROL", (os.major(null), os.minor(null)))
     with opened(os.devnull) as device:
-        check_slabs(gpu, [device])
-    assert refused(gpu, sealed_memfd("test", bytes(256))) == "slab 0 is not an export of the GPU driver"
-    assert refused(gpu, opened(__file__)) == "slab 0 is not an export of the GPU driver"
+        check_slabs(head(256, device=GPU), [device])

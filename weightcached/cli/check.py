@@ -58,6 +58,7 @@ class ModelReport:
     name: str
     checkpoint: str
     preload: bool
+    pin: bool
     ranks: tuple[RankReport, ...]
     bytes: int | None = None
     file_bytes: int | None = None
@@ -119,7 +120,7 @@ def _report_model(model: ModelConfig, devices: tuple[str, ...]) -> ModelReport:
     ranks = tuple(
         RankReport(device, **rank_fields(rank)) for rank, device in zip(model.parallel.ranks(), devices, strict=True)
     )
-    report = ModelReport(model.name, str(model.checkpoint), model.preload, ranks)
+    report = ModelReport(model.name, str(model.checkpoint), model.preload, model.pin, ranks)
     try:
         with open_checkpoint(model.checkpoint) as checkpoint:
             return _measure(report, model, checkpoint)
@@ -171,14 +172,17 @@ def _room_problems(device: DeviceReport, models: list[ModelReport]) -> list[str]
             f"{device.name}: the preloaded models need {human_bytes(device.needed)} ({device.needed} bytes), "
             f"its limit is {human_bytes(device.limit)} ({device.limit} bytes); preload fewer or raise memory_limit"
         )
-    # Preloaded models are in that sum. Others are loaded on demand, into what room is left then.
+    # Preloaded models are in that sum. Others are loaded on demand, and evict whatever is not pinned.
     alone = {model.name: model.bytes_on(device.name) for model in models if not model.preload}
-    problems += [
-        f"{name}: needs {human_bytes(nbytes)} ({nbytes} bytes), "
-        f"the limit of {device.name} is {human_bytes(device.limit)} ({device.limit} bytes)"
-        for name, nbytes in alone.items()
-        if nbytes > device.limit
-    ]
+    pinned = sum(model.bytes_on(device.name) for model in models if model.preload and model.pin)
+    for name, nbytes in alone.items():
+        problem = f"{name}: needs {human_bytes(nbytes)} ({nbytes} bytes), "
+        limit = f"the limit of {device.name} is {human_bytes(device.limit)} ({device.limit} bytes)"
+        if nbytes > device.limit:
+            problems.append(problem + limit)
+        elif nbytes and nbytes > device.limit - pinned and device.fits:
+            room = device.limit - pinned
+            problems.append(f"{problem}{limit}, and pinned models leave {human_bytes(room)} ({room} bytes) of it")
     return problems
 
 

@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     verify = command("verify", _verify, "compare a model's cached weights with their checksums", model="required")
     verify.add_argument("--device", metavar="DEVICE", help="on this device only")
     command("reload", _reload, "read the config file again and load what is new or changed")
+    command("doctor", _doctor, "check what the service needs to run, and its cache to outlive it")
     return parser
 
 
@@ -105,7 +106,35 @@ def _status(args: argparse.Namespace) -> int:
                 emit(f"{model['model']}: {model['state']}, {model['ranks_cached']}/{model['ranks']} ranks")
             if model["error"]:
                 emit(f"{model['model']}: {from_wire(model['error'])}")
+        if refused := service.get("store", {}).get("refused"):
+            names = (f"{item['model']} on {item['device']}, generation {item['generation']}" for item in refused)
+            emit(f"not kept by the service manager: {'; '.join(names)} ({refused[0]['reason']})")
+        if holders := _holder_rows(service):
+            print_table(
+                ["PID", "COMMAND", "UID", "SINCE", "SIZE", "MODEL", "GEN", "DEVICE"],
+                holders,
+                right=("PID", "UID", "SIZE", "GEN"),
+            )
     return 0
+
+
+def _holder_rows(service: dict[str, Any]) -> list[list[str]]:
+    """One row per lease. A holder that has ended left its connection to a child, which has the memory as well."""
+    return [
+        [
+            str(lease["pid"]),
+            f"{lease['command']} (ended)" if lease["ended"] else lease["command"],
+            str(lease["uid"]),
+            lease["since"],
+            human_bytes(lease["nbytes"]),
+            shard["model"],
+            str(shard["generation"]),
+            device["device"],
+        ]
+        for device in service["devices"]
+        for shard in device["shards"]
+        for lease in shard["leases"]
+    ]
 
 
 def _device_line(device: dict[str, Any]) -> str:
@@ -113,8 +142,15 @@ def _device_line(device: dict[str, Any]) -> str:
         return f"{device['device']}: worker does not answer: {device['error']}"
     return (
         f"{device['device']}: {human_bytes(device['held'])} of {human_bytes(device['limit'])} held, "
-        f"worker pid {device['pid']}, {device['worker_restarts']} restarts"
+        f"worker pid {device['pid']}, {device['worker_restarts']} restarts{_health(device)}"
     )
+
+
+def _health(device: dict[str, Any]) -> str:
+    """What a device's errors add to its line: nothing for one without."""
+    xids = [f"{xid} x{count}" if count > 1 else xid for xid, count in device.get("xids", {}).items()]
+    lost = device.get("lost")
+    return (f", Xids {', '.join(xids)}" if xids else "") + (f", LOST: {lost}" if lost else "")
 
 
 def _model_rows(service: dict[str, Any]) -> list[list[str]]:
@@ -128,6 +164,8 @@ def _model_rows(service: dict[str, Any]) -> list[list[str]]:
             state = shard["state"]
             if state == "cached" and model.get("state") == "loading":
                 state = f"cached, {_progress(model)}"
+            if shard.get("pin") and shard["state"] == "cached":
+                state += ", pinned"
             users = ", ".join(f"{lease['pid']} ({lease['command']})" for lease in shard["leases"])
             rows.append(
                 [
@@ -280,6 +318,12 @@ def _reload(args: argparse.Namespace) -> int:
     if answer["restart"]:
         emit(f"changed, takes effect at the next restart: {', '.join(answer['restart'])}")
     return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from .doctor import doctor  # with the config it imports pydantic, which no other command needs
+
+    return doctor(args.instance, as_json=args.json)
 
 
 def _all_statuses(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The command ``weightcached``: the service and its child processes, and what needs no service: check and schema.
 
     weightcached serve | check | schema           for people and systemd
-    weightcached worker DEVICE, loader DEVICE MODEL, verifier DEVICE MODEL
+    weightcached worker DEVICE, loader DEVICE MODEL, verifier DEVICE MODEL, probe, watch-devices DEVICE...
                                                   started by the service, so that ps shows role and device
 
 A module that takes time to import is imported in the branch that needs it.
@@ -161,6 +161,7 @@ def _worker_parser() -> argparse.ArgumentParser:
     parser.add_argument("device")
     parser.add_argument("--instance", required=True)
     parser.add_argument("--limit", type=int, required=True, help="bytes of the device that may hold weights")
+    parser.add_argument("--allow-uid", type=int, action="append", default=[], help="another user to let in")
     for name in ("--channel-fd", "--listener-fd", "--lock-fd"):
         parser.add_argument(name, type=int, required=True)
     parser.set_defaults(run=_worker)
@@ -178,6 +179,7 @@ def _worker(args: argparse.Namespace) -> int:
         channel_fd=args.channel_fd,
         listener_fd=args.listener_fd,
         lock_fd=args.lock_fd,
+        allow_uids=tuple(args.allow_uid),
     )
 
 
@@ -229,6 +231,25 @@ def _probe(args: argparse.Namespace) -> int:
     return 0
 
 
+def _watcher_parser() -> argparse.ArgumentParser:
+    """Its arguments are the parameters of `watcher.run`, or the one of `watcher.usable`."""
+    parser = argparse.ArgumentParser(prog="weightcached watch-devices", parents=[_common()])
+    parser.add_argument("devices", nargs="*", metavar="DEVICE")
+    parser.add_argument("--look", metavar="DEVICE", help="only say by the exit code whether this one is usable")
+    parser.add_argument("--channel-fd", type=int)
+    parser.set_defaults(run=_watch_devices)
+    return parser
+
+
+def _watch_devices(args: argparse.Namespace) -> int:
+    logs.setup(_level(args), "device watcher")
+    from ..watcher import run, usable
+
+    if args.look is not None:
+        return 0 if usable(args.look) else 1
+    return run(args.devices, args.channel_fd)
+
+
 def _level(args: argparse.Namespace) -> int:
     return logging.DEBUG if args.debug else logging.INFO
 
@@ -239,6 +260,7 @@ _ROLES: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "loader": _loader_parser,
     "verifier": _verifier_parser,
     "probe": _probe_parser,
+    "watch-devices": _watcher_parser,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..errors import ConnectionLost, ManifestError, ServiceNotRunning, TimedOut, WrongDevice
+from ..errors import (
+    ConnectionFailed,
+    ConnectionLost,
+    ManifestError,
+    ModelError,
+    ServiceNotRunning,
+    TimedOut,
+    WrongDevice,
+)
 from ..fds import FdSet
 from ..shard.key import ShardKey
 from ..shard.manifest import (
@@ -21,19 +30,25 @@ from ..shard.manifest import (
     parse_table,
     read_documents,
 )
+from ..trace import point
 from ..wire.connection import Connection, seconds_left
 from ..wire.messages import Attach
-from .mapping import Lease, copy_slabs, map_slabs
+from .keeper import Grant
+from .leases import Lease
+from .mapping import copy_slabs, map_slabs
 from .target import Target, import_torch, resolve, worker_socket
 from .tensors import SlabViews
 
 if TYPE_CHECKING:
     import torch
 
+    from .progress import WaitLog
+
 Mode = Literal["zero_copy", "copy"]
 Document = bytes | memoryview
 OnMiss = Literal["fail", "wait"]
 
+_log = logging.getLogger(__name__)
 _SPLITS = ("tensor", "pipeline", "expert", "data")
 LONGEST_SECONDS = 1e6  # eleven days; sockets and poll take no more than some 2e6
 _ANSWER_SECONDS = 5.0  # beyond the wait that the worker itself was asked for
@@ -65,8 +80,9 @@ def attach(
         mode: "zero_copy" maps the cached memory: read-only on a GPU, copy-on-write on the host. "copy" gives private
             writable tensors and lets go of the cached memory at once.
         on_miss: "fail" raises `NoSuchModel`, `ModelLoading`, `ModelFailed` or `ServiceNotRunning` at once; "wait" waits
-            for the service and for the model, which is loaded if its config says ``preload = false``. With `checkpoint`
-            it only waits: a model is loaded by its name.
+            for the service and for the model, which is loaded if it is in the config and is not there. With
+            `checkpoint` it only waits: a model is loaded by its name. Logged at INFO: why it waits and how far the load
+            is, or why nothing is attached.
         timeout: seconds for everything, connecting and waiting included, a digest excepted.
         dtype: the element type the model must have, such as torch.bfloat16 or "bfloat16". Without it, with
             `checkpoint`, a model that was cast while loading does not match; one that was cut by rules of a config, or
@@ -93,7 +109,11 @@ def attach(
     target = resolve(device)
     request = _Request(model, None if checkpoint is None else Path(checkpoint), wanted, target, mode)
     end = time.monotonic() + timeout
-    return _attach_waiting(request, end, timeout) if on_miss == "wait" else _attach_now(request, end, wait=False)
+    try:
+        return _attach_waiting(request, end, timeout) if on_miss == "wait" else _attach_now(request, end)
+    except (ConnectionFailed, ModelError) as error:
+        _log.info("%s is not attached: %s", request.what, error)
+        raise
 
 
 class Weights(Mapping[str, "torch.Tensor"]):
@@ -146,6 +166,12 @@ class Weights(Mapping[str, "torch.Tensor"]):
     @property
     def generation(self) -> int:
         return self._head.generation
+
+    @property
+    def lost(self) -> str | None:
+        """Why the device has lost the memory, as the service reports it; None while it is good, for copies, and after
+        `close`. What is read from the tensors then is undefined: end the engine and attach again."""
+        return None if self._lease is None else self._lease.lost
 
     @property
     def closed(self) -> bool:
@@ -207,20 +233,28 @@ class _Request(NamedTuple):
     target: Target
     mode: Mode
 
+    @property
+    def what(self) -> str:
+        """What is asked for, as the log names it."""
+        return f"{self.model or self.checkpoint} on {self.target.name}"
+
 
 def _attach_waiting(request: _Request, end: float, timeout: float) -> Weights:
     """Tries until `end` (monotonic seconds): a service that is not there may come, one that goes may come back."""
+    from .progress import WaitLog
     from .waiting import PathWatch
 
+    log = WaitLog(request.what, timeout)
     path: Path | None = None
     while True:
         # The watch is made before the attempt, so that nothing that happens in between is missed.
         with ExitStack() as stack:
             watch = None if path is None else stack.enter_context(PathWatch(path))
             try:
-                return _attach_now(request, end, wait=True)
+                return _attach_now(request, end, log)
             except (ServiceNotRunning, ConnectionLost) as error:
                 missing = Path(error.path)
+                log.because(str(error))
             left = end - time.monotonic()
             if left <= 0:
                 raise TimedOut(path=str(missing), seconds=timeout, waited_for="the service")
@@ -229,28 +263,35 @@ def _attach_waiting(request: _Request, end: float, timeout: float) -> Weights:
             path = missing
 
 
-def _attach_now(request: _Request, end: float, *, wait: bool) -> Weights:
-    """One attempt. With `wait` the worker may take until `end` to answer."""
+def _attach_now(request: _Request, end: float, log: WaitLog | None = None) -> Weights:
+    """One attempt. With a `log` it waits: the worker may take until `end` to answer."""
+    wait = log is not None
     target, model, key = request.target, request.model, request.key
     socket = worker_socket(target.name)
     if request.checkpoint is not None:
         from .identity import Wanted, find_checkpoint
 
         wanted = Wanted(request.checkpoint, model, key)
-        found = find_checkpoint(wanted, socket, target.name, end, wait=wait)
+        waiting = str if log is None else log.because
+        found = find_checkpoint(wanted, socket, target.name, end, wait=wait, waiting=waiting)
         model, key, end = found.model, found.key, end + found.digesting
     assert model is not None
     with ExitStack() as undo:
         connection = Connection.open(socket, device=target.name, timeout=seconds_left(end))
         undo.callback(connection.close)
+        connection.on_event = None if log is None else log.event
         left = seconds_left(end)
         message = Attach(model=model, key=key, wait=left if wait else 0.0)
-        _, fds = connection.request(message, timeout=left + (_ANSWER_SECONDS if wait else 0.0))
+        granted, fds = connection.request(message, timeout=left + (_ANSWER_SECONDS if wait else 0.0))
         with fds:
+            point("client.received")
             head, table, mapped, lease = _map(fds, connection, target)
+            point("client.mapped")
             undo.pop_all()  # the connection is the lease's now
-    if request.mode == "copy":
+    if request.mode == "copy":  # the lease is for a moment: it is not renewed
         return Weights(head, table, copy_slabs(mapped), None)
+    since = str(granted.get("since", ""))
+    lease.keep(Grant(head.device, head.model, head.generation, head.created, head.nbytes, since))
     return Weights(head, table, mapped, lease)
 
 

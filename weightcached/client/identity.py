@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,13 +35,16 @@ class Found(NamedTuple):
     digesting: float
 
 
-def find_checkpoint(wanted: Wanted, socket: Path, device: str, end: float, *, wait: bool) -> Found:
+def find_checkpoint(
+    wanted: Wanted, socket: Path, device: str, end: float, *, wait: bool, waiting: Callable[[str], object] = str
+) -> Found:
     """The cached model with the same bytes; with `wait`, looked for again at every change until `end` (monotonic).
 
     Of several, one with the wanted key comes first. `end` moves by the seconds that a digest takes: reading many
-    gigabytes would otherwise always be too late. Raises `NoSuchModel` (`TimedOut` with `wait`) if there is none, more
-    exactly `OtherContent` where a file that differs can be named; `CheckpointError` for a checkpoint that cannot be
-    read, and what `Connection` raises.
+    gigabytes would otherwise always be too late. `waiting` is told why nothing is found yet.
+
+    Raises `NoSuchModel` (`TimedOut` with `wait`) if there is none, more exactly `OtherContent` where a file that
+    differs can be named; `CheckpointError` for a checkpoint that cannot be read, and what `Connection` raises.
     """
     from ..checkpoint.fileset import open_checkpoint
 
@@ -56,6 +59,7 @@ def find_checkpoint(wanted: Wanted, socket: Path, device: str, end: float, *, wa
                 miss = disk.miss(status["shards"], wanted, device)
                 if not wait:
                     raise miss
+                waiting(str(miss))
                 try:
                     connection.next_event(seconds_left(end + disk.digesting))
                 except TimedOut:

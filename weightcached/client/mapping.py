@@ -11,33 +11,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError, ManifestError
 from ..fds import OwnedFd
 from ..shard.host import map_host_slab
 from ..shard.manifest import ManifestHead
+from .leases import Lease
 from .target import Target
 
 if TYPE_CHECKING:
     import torch
 
     from ..shard.cuda import CudaMapping
-
-
-class Closable(Protocol):
-    def close(self) -> None: ...
-
-
-class Lease:
-    """The worker counts the shard as in use while this object lives. Takes over the connection of the grant."""
-
-    def __init__(self, connection: Closable) -> None:
-        self._end = weakref.finalize(self, connection.close)
-
-    @property
-    def ended(self) -> bool:
-        return not self._end.alive
 
 
 def map_slabs(head: ManifestHead, slabs: Sequence[OwnedFd], lease: Lease, target: Target) -> list[torch.Tensor]:

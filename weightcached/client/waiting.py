@@ -38,6 +38,10 @@ class PathWatch:
             self._fd.close()
             raise
 
+    def fileno(self) -> int:
+        """For a poll of the caller's own: readable when something has changed, and from then on."""
+        return self._fd.fileno()
+
     def wait(self, seconds: float) -> bool:
         """Whether something changed within `seconds`. True may be a false alarm: look again."""
         poll = select.poll()

@@ -21,7 +21,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..client.attach import Mode, Weights, attach, require_one_of
 from ..client.target import resolve
-from ..errors import ConnectionFailed, EngineError, MissingDependency, ModelError
+from ..errors import (
+    ConnectionFailed,
+    EngineError,
+    KeyMismatch,
+    MissingDependency,
+    ModelFailed,
+    ModelLoading,
+    NoSuchModel,
+    VersionMismatch,
+)
 from .names import Assignment, match_names
 
 if TYPE_CHECKING:
@@ -31,6 +40,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WHOLE_CHECKPOINT = {"layout": "checkpoint", "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+# The cache cannot be reached, or lacks what was asked for and the disk has: a copy that is cut or cast is such a miss.
+# Whatever else goes wrong is raised: wrong arguments and devices, refused peers, broken manifests.
+FALLS_BACK = (ConnectionFailed, VersionMismatch, NoSuchModel, ModelLoading, ModelFailed, KeyMismatch)
+_ANSWER_SECONDS = 10.0  # for a service that is there, when nothing is waited for
 _building = threading.Lock()  # torch's registration hooks and default dtype are the whole process's
 
 
@@ -38,7 +51,7 @@ def from_cache(
     name_or_checkpoint: str | os.PathLike[str],
     *,
     device: str | torch.device | None = None,
-    on_miss: Literal["fail", "wait", "disk"] = "fail",
+    on_miss: Literal["fail", "wait", "fallback"] = "fail",
     model_class: type[PreTrainedModel] | None = None,
     config: PretrainedConfig | None = None,
     timeout: float = 30.0,
@@ -49,8 +62,10 @@ def from_cache(
     Args:
         name_or_checkpoint: a cached model's name, or a checkpoint folder (anything with a "/" or that is a folder).
         device, timeout, mode: as for `weightcached.attach`.
-        on_miss: "fail" and "wait" as for `attach`; "disk" loads with `from_pretrained` instead, with one warning that
-            says why, and needs a folder.
+        on_miss: "fail" and "wait" as for `attach`. "fallback" waits like "wait", not at all with ``timeout=0``, and
+            then loads with `from_pretrained` instead, with one warning that says why; it needs a folder, and the device
+            must have the room. It does so for `FALLS_BACK`: no service, one of another protocol, and a model that is
+            absent, loading, failed, or cached otherwise than asked for. Every other error is raised.
         model_class: the class to build; None takes the config's first architecture.
         config: the model's config; None reads it from the checkpoint folder, or from the folder that the cached model
             was loaded from.
@@ -62,23 +77,26 @@ def from_cache(
     Raises what `attach` raises, and `EngineError` for a model that the cached tensors do not fill exactly: quantised
     checkpoints and those that transformers renames or rewrites while loading are such cases.
     """
-    require_one_of("on_miss", on_miss, ("fail", "wait", "disk"))
+    require_one_of("on_miss", on_miss, ("fail", "wait", "fallback"))
     transformers = _import_transformers()
     folder = _folder(name_or_checkpoint)
-    if on_miss == "disk" and folder is None:
-        raise EngineError(problem=f"on_miss='disk' needs a checkpoint folder, {str(name_or_checkpoint)!r} is a name")
+    if on_miss == "fallback" and folder is None:
+        raise EngineError(
+            problem=f"on_miss='fallback' needs a checkpoint folder, {str(name_or_checkpoint)!r} is a name"
+        )
+    at_once = on_miss == "fallback" and timeout == 0
     try:
         weights = attach(
             None if folder is not None else str(name_or_checkpoint),
             checkpoint=folder,
             device=device,
             mode=mode,
-            on_miss="wait" if on_miss == "wait" else "fail",
-            timeout=timeout,
+            on_miss="fail" if on_miss == "fail" or at_once else "wait",
+            timeout=_ANSWER_SECONDS if at_once else timeout,
             key=WHOLE_CHECKPOINT,
         )
-    except (ConnectionFailed, ModelError) as error:
-        if on_miss != "disk" or folder is None:
+    except FALLS_BACK as error:
+        if on_miss != "fallback" or folder is None:
             raise
         logger.warning("%s is loaded from disk: %s", folder, error)
         config = config if config is not None else _read_config(transformers, folder)

@@ -4,7 +4,7 @@ Whatever ends it early leaves nothing behind. The service hands it one socket. T
 everything after that goes the other way:
 
     {"job": {"model", "checkpoint", "targets": [{"device", "socket"}],    what to load, and the workers' sockets, in the
-             "parallel": {...}, "rules", "dtype", "staging"}}             order of the ranks; see `Job`
+             "parallel": {...}, "rules", "dtype", "staging", "spec"}}     order of the ranks; see `Job`
     {"plan": {"nbytes": [], "bytes_to_read", "tensors": []}}              the checkpoint is valid, the ranks' sizes
     {"progress": {"bytes_done"}}                                          bytes read so far
     {"done": {"shards": [{"device", "generation", "nbytes"}], "bytes_read", "seconds"}}
@@ -30,6 +30,7 @@ from ..parallel.ranks import Parallel
 from ..parallel.slices import ShardSlices, plan_slices
 from ..probe import PROBE_SECONDS
 from ..shard.manifest import ManifestHead, SlabEntry, TensorTable, write_manifest
+from ..trace import point
 from ..wire import framing
 from ..wire.connection import Connection
 from ..wire.messages import Publish, Reserve
@@ -42,7 +43,7 @@ from .sink import STAGING_BYTES
 from .slabs import Devices, Filled, fill_slabs
 
 PROGRESS_SECONDS = 0.25
-RESERVE_SECONDS = PROBE_SECONDS + 10  # a worker asks a probe what its device has left
+RESERVE_SECONDS = 4 * PROBE_SECONDS  # a worker asks a probe what its device has left, again after it has made room
 PUBLISH_SECONDS = 60.0
 _log = logging.getLogger(__name__)
 
@@ -58,7 +59,8 @@ class Target(NamedTuple):
 class Job:
     """What the service asks for. `targets` are in the order of `parallel`'s ranks, all GPUs or all host devices.
 
-    `rules` and `dtype` as `plan_slices` takes them. `staging`: bytes of host memory to read into.
+    `rules` and `dtype` as `plan_slices` takes them. `staging`: bytes of host memory to read into. `spec`: a digest of
+    what the config asks for, which the manifests carry on to whoever adopts the shards.
     """
 
     model: str
@@ -68,6 +70,7 @@ class Job:
     rules: tuple[str, ...] = ()
     dtype: str | None = None
     staging: int = STAGING_BYTES
+    spec: str | None = None
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Job:
@@ -158,6 +161,7 @@ def load(job: Job, report: Report) -> None:
                 "tensors": [len(slab.entries) for slab in plan.slabs],
             },
         )
+        point("loader.planned")
         # Started now, so that they are ready when the workers have answered and the devices are set up.
         readers = stack.enter_context(Readers(reader_count(plan.task_count)))
         workers = []
@@ -168,9 +172,11 @@ def load(job: Job, report: Report) -> None:
             fds.close()
             workers.append(worker)
             generations.append(reply["generation"])
+        point("loader.reserved")
         filled, result = fill_slabs(plan, checkpoint, devices, job.staging, readers, report.progress)
         for part in filled:
             stack.enter_context(part.fd)
+        point("loader.filled")
         heads = _heads(job, generations, plan.slabs, checkpoint, shards, result)
         for worker, head, shard, slab, part in zip(workers, heads, shards, plan.slabs, filled, strict=True):
             _publish(worker, head, TensorTable(slab.entries, shard.aliases), part)
@@ -188,8 +194,10 @@ def load(job: Job, report: Report) -> None:
 
 def _publish(worker: Connection, head: ManifestHead, table: TensorTable, part: Filled) -> None:
     with write_manifest(head, table, part.checksums) as manifest:
+        point("loader.publish")
         _, fds = worker.request(Publish(), [manifest.fileno(), part.fd.fileno()], timeout=PUBLISH_SECONDS)
         fds.close()
+    point("loader.published")
 
 
 def _heads(
@@ -200,7 +208,7 @@ def _heads(
     shards: tuple[ShardSlices, ...],
     result: LoadResult,
 ) -> list[ManifestHead]:
-    created = datetime.now(UTC).isoformat(timespec="seconds")
+    created = datetime.now(UTC).isoformat(timespec="microseconds")  # tells loads of one number apart
     keys = keys_of(checkpoint, job.parallel, shards, result.content, dtype=job.dtype)
     return [
         ManifestHead(
@@ -212,7 +220,7 @@ def _heads(
             tensor_count=len(slab.entries),
             created=created,
             files=result.files,
-            attributes={"checkpoint": str(checkpoint.path)},
+            attributes={"checkpoint": str(checkpoint.path), "spec": job.spec},
         )
         for target, generation, key, slab in zip(job.targets, generations, keys, slabs, strict=True)
     ]

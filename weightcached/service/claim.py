@@ -56,8 +56,19 @@ class Claim:
         self._socket_path = socket_path
 
     @classmethod
-    def take(cls, lock_path: Path, socket_path: Path, owner: Owner, *, what: str, take_over: bool = False) -> Claim:
+    def take(
+        cls,
+        lock_path: Path,
+        socket_path: Path,
+        owner: Owner,
+        *,
+        what: str,
+        take_over: bool = False,
+        shared: bool = False,
+    ) -> Claim:
         """Locks, then binds and listens. `what` is the device or instance for messages.
+
+        The socket has mode 0600, or 0666 with `shared`: the server asks who connects.
 
         `LockHeld` when another process has the lock; with `take_over` that process is asked to end (SIGTERM through
         its pidfd) and its end is awaited first.
@@ -72,7 +83,7 @@ class Claim:
                 raise RuntimeDirectoryError(
                     path=str(lock_path), problem=f"cannot be written: {error.strerror}"
                 ) from error
-            listener = undo.enter_context(_listen(socket_path))
+            listener = undo.enter_context(_listen(socket_path, shared))
             undo.pop_all()
         return cls(lock, lock_path, listener, socket_path)
 
@@ -187,12 +198,12 @@ def _await_lock(fd: OwnedFd, what: str, owner: Owner) -> None:
         signal.signal(signal.SIGALRM, previous)
 
 
-def _listen(path: Path) -> socket.socket:
+def _listen(path: Path, shared: bool) -> socket.socket:
     _refuse_living(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         _unlink(path)  # stale: nobody else may bind it while the lock is held here
-        mask = os.umask(0o177)
+        mask = os.umask(0o111 if shared else 0o177)
         try:
             listener.bind(os.fspath(path))
         finally:

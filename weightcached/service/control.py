@@ -11,6 +11,7 @@ from .. import __version__
 from ..errors import ModelInUse, ModelNotLoaded, NoSuchDevice, NoSuchModel, WeightCacheError
 from ..fds import FdSet
 from ..paths import socket_path
+from ..text import holder
 from ..wire.connection import Connection
 from ..wire.messages import SERVICE_OPS, Evict, Load, Reload, Request, Status, Stop, Subscribe, Verify
 from ..wire.server import Server, ServerConnection
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from .main import Service
 
 WORKER_TIMEOUT = 5.0  # seconds for a worker's answer; it has nothing to do but answer
+EVICT_TIMEOUT = 20.0  # it waits for the service manager to let go of the memory
 
 
 class Control:
@@ -26,7 +28,14 @@ class Control:
 
     def __init__(self, service: Service, listener: socket.socket) -> None:
         self._service = service
-        self._server = Server(listener, ops=SERVICE_OPS, device=None, instance=service.instance, handle=self._handle)
+        self._server = Server(
+            listener,
+            ops=SERVICE_OPS,
+            device=None,
+            instance=service.instance,
+            handle=self._handle,
+            allow_uids=service.config.allow_uids,
+        )
         self._subscribers: set[ServerConnection] = set()
 
     def start(self) -> None:
@@ -75,17 +84,23 @@ class Control:
             "config": str(service.config.file),
             "models": [model.describe() for model in service.models.values()],
             "devices": devices,
+            "store": service.vault.describe_store(),
         }
 
     async def _device_status(self, device: str) -> dict[str, Any]:
         worker = self._service.workers[device]
-        common = {"device": device, "worker_restarts": worker.restarts}
+        common = {"device": device, "worker_restarts": worker.restarts, **self._service.health.describe(device)}
         try:
             answer = await _ask(device, Status())
         except WeightCacheError as error:
             # Between a worker's death and its successor; its shards are in the vault meanwhile.
             return {**common, "error": str(error), "pid": worker.pid, "limit": worker.limit, "shards": []}
         return {**common, **answer}
+
+    async def holders(self, device: str) -> list[str]:
+        """Who has something of the device attached now: "pid 42 (python)"."""
+        shards = (await self._device_status(device))["shards"]
+        return sorted({name for shard in shards for name in _holders(shard)})
 
     async def _evict(self, request: Evict) -> dict[str, Any]:
         """Evicts on one device or on all. The workers decide; only then is a load of the model called off.
@@ -141,16 +156,18 @@ class Control:
         """`ModelInUse` for the first of the devices on which somebody has the model attached."""
         for device in devices:
             status = await _ask(device, Status())
+            while status["settles_in"]:  # its worker has just started: those who use something are on their way back
+                await asyncio.sleep(status["settles_in"])
+                status = await _ask(device, Status())
             for shard in status["shards"]:
                 if shard["model"] == model and shard["state"] == "cached" and shard["leases"]:
-                    holders = [f"pid {lease['pid']} ({lease['command']})" for lease in shard["leases"]]
-                    raise ModelInUse(model=model, device=device, holders=holders)
+                    raise ModelInUse(model=model, device=device, holders=_holders(shard))
 
     async def _evict_on(self, devices: list[str], request: Evict) -> list[dict[str, Any]]:
         evicted = []
         for device in devices:
             try:
-                answer = await _ask(device, Evict(model=request.model, force=request.force))
+                answer = await _ask(device, Evict(model=request.model, force=request.force), EVICT_TIMEOUT)
             except NoSuchModel:
                 continue
             self._service.vault.drop(device, request.model, answer["generation"])
@@ -158,12 +175,17 @@ class Control:
         return evicted
 
 
-async def _ask(device: str, request: Request) -> dict[str, Any]:
+def _holders(shard: dict[str, Any]) -> list[str]:
+    """Who has a shard of a worker's status attached."""
+    return [holder(lease["pid"], lease["command"], lease["ended"]) for lease in shard["leases"]]
+
+
+async def _ask(device: str, request: Request, seconds: float = WORKER_TIMEOUT) -> dict[str, Any]:
     """One request to a worker, as any client would make it, off the loop."""
 
     def ask() -> dict[str, Any]:
         with Connection.open(socket_path(device), device=device, client="service", timeout=WORKER_TIMEOUT) as worker:
-            answer, fds = worker.request(request, timeout=WORKER_TIMEOUT)
+            answer, fds = worker.request(request, timeout=seconds)
             fds.close()
             return answer
 

@@ -1,7 +1,8 @@
 """The queue of loads and the loader process of the one in progress, which feeds all ranks of its model.
 
 One load at a time bounds host memory and gives the disk to one reader. A loader that makes no progress for
-STALL_SECONDS is ended: a disk that hangs must not hold up the models behind it for ever.
+STALL_SECONDS is ended: a disk or a device that hangs must not hold up the models behind it for ever. One that hangs in
+the kernel cannot even be killed, and is left to itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..text import describe_exit
 from ..wire.framing import decode
 from ..wire.stream import Stream
 from .models import Model
-from .workers import spawn_role
+from .workers import END_SECONDS, gone, spawn_role
 
 STALL_SECONDS = 600.0
 TRIES = 3  # of one load whose worker died under it; its own errors are final
@@ -75,6 +76,12 @@ class Loads:
         elif self._current is not None and self._current.model is model:
             self._again = None
             await self._current.end()
+
+    def abandon(self, model: Model) -> None:
+        """Ends the model's loader, if one runs, and does not wait for it."""
+        if self._current is not None and self._current.model is model:
+            self._again = None
+            self._current.call_off()
 
     async def run(self) -> None:
         """Loads until cancelled; a cancelled load's process is ended and awaited."""
@@ -129,11 +136,13 @@ class LoaderProcess:
         self._done: dict[str, Any] | None = None
         self._error: WeightCacheError | None = None
         self._stall: asyncio.TimerHandle | None = None
+        self._give_up: asyncio.TimerHandle | None = None
+        self._channel: Stream | None = None
 
     async def run(self) -> WeightCacheError | None:
         """Runs the load. None: published, or called off by `end`. Cancelled, it ends the process and waits for it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        channel = Stream(ours, self, trusted=True)
+        channel = self._channel = Stream(ours, self, trusted=True)
         try:
             with theirs:
                 arguments = ["loader", ",".join(self.spec.devices), self.model.name]
@@ -142,19 +151,22 @@ class LoaderProcess:
                 self._kill()
             channel.send({"job": self._job()})
             self._watch()
-            code = await self._process.wait()
-            await self._ended.wait()  # what it said last is read before its exit is judged
+            await self._ended.wait()  # all that it said is read, or it hangs
+            await gone(self._process, "loader")
         finally:
-            if self._stall is not None:
-                self._stall.cancel()
             if self._process is not None and self._process.returncode is None:
                 self._kill()
-                await self._process.wait()
+                await gone(self._process, "loader")
+            for timer in (self._stall, self._give_up):
+                if timer is not None:
+                    timer.cancel()
             channel.close("the loader has ended")
         if self._called_off:
             return None
         if self._error is None and self._done is None:
-            return self.model.load_failed(f"the loader ended by {describe_exit(code)} before it was done")
+            code = self._process.returncode
+            end = "hangs" if code is None else f"ended by {describe_exit(code)}"
+            return self.model.load_failed(f"the loader {end} before it was done")
         return self._error
 
     def _job(self) -> dict[str, Any]:
@@ -167,6 +179,7 @@ class LoaderProcess:
             "rules": list(spec.rules),
             "dtype": None if spec.dtype == "checkpoint" else spec.dtype,
             "staging": self._staging,
+            "spec": spec.digest,
         }
 
     def call_off(self) -> None:
@@ -222,6 +235,9 @@ class LoaderProcess:
         self._kill()
 
     def _kill(self) -> None:
-        if self._process is not None:
+        if self._process is not None and self._channel is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGKILL)
+            if self._give_up is None:  # its end closes the channel; this does it for one that does not end
+                loop = asyncio.get_running_loop()
+                self._give_up = loop.call_later(END_SECONDS, self._channel.close, "the loader hangs")

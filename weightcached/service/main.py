@@ -4,7 +4,9 @@
     workers       one process per device, each kept running
     loads         the queue of models and the loader process of the current one
     vault         copies of every published shard's descriptors
-    verifications processes that compare what is cached with its checksums, on request
+    store         copies of those that the service manager keeps
+    verifications processes that compare what is cached with its checksums
+    health        the process that watches the GPUs for errors
     control       the socket of weightcachectl
     notifier      what systemd is told
 
@@ -17,7 +19,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,55 +28,69 @@ from .. import __version__
 from ..config import Config, load_config
 from ..devices import Device
 from ..errors import (
-    CheckpointChanged,
-    CheckpointError,
     ConfigError,
     DeviceError,
-    MissingDependency,
     NoSuchDevice,
     NoSuchModel,
-    SliceError,
     WeightCacheError,
 )
-from ..fds import raise_descriptor_limit
+from ..fds import OwnedFd, raise_descriptor_limit
 from ..paths import control_path, ensure_runtime_dir, lock_path, socket_path
 from ..probe import probe_devices
+from .adopt import adopt
 from .claim import Claim, Owner
 from .control import Control
+from .health import Health, Recovery, watched
 from .loads import Loads
-from .models import Model
+from .models import Model, keep_together, release_kept, start_failure, summary
 from .notify import Notifier
-from .reload import read_changes
+from .reload import (
+    cached_ranks,
+    changed_files,
+    left_over,
+    loads_of_start,
+    only_at_restart,
+    read_changes,
+    weights_of,
+)
+from .store import Store, take_listen_fds
 from .vault import Vault
 from .verify import Verifications
 from .workers import WorkerProcess
 
 WORKER_START_SECONDS = 60.0
 EXTEND_SECONDS = 10.0  # between two extensions of systemd's start timeout while models are loading
-_SAME_NEXT_TIME = (CheckpointError, SliceError, MissingDependency)  # files, the config's sizes, what is installed
 _log = logging.getLogger(__name__)
 
 
 def serve(config_file: Path, instance: str, take_over: bool = False) -> int:
     """Runs the service until it is stopped. Returns 0; every failure is an error of the tree with its exit code."""
-    raise_descriptor_limit()
-    config = load_config(config_file)
-    devices = devices_of(config)
+    handed = take_listen_fds()
     with contextlib.ExitStack() as held:
-        ensure_runtime_dir()
+        for _, item in handed:
+            held.callback(item.close)
+        raise_descriptor_limit()
+        config = load_config(config_file)
+        devices = devices_of(config)
+        shared = bool(config.allow_uids)
+        ensure_runtime_dir(shared=shared)
         owner = Owner.this_process(instance)
-        claims = {}
-        for device in devices:
-            path = socket_path(device.name, create=True)
-            claim = Claim.take(lock_path(device.name), path, owner, what=device.name, take_over=take_over)
-            claims[device.name] = claim
+
+        def take(lock: Path, path: Path, what: str) -> Claim:
+            claim = Claim.take(lock, path, owner, what=what, take_over=take_over, shared=shared)
             held.callback(claim.close)
+            return claim
+
+        names = [device.name for device in devices]
+        paths = {name: socket_path(name, create=True, shared=shared) for name in names}
+        claims = {name: take(lock_path(name), path, name) for name, path in paths.items()}
         control = control_path(instance)
-        own = Claim.take(control.with_suffix(".lock"), control, owner, what=f"instance {instance}", take_over=take_over)
-        held.callback(own.close)
+        own = take(control.with_suffix(".lock"), control, f"instance {instance}")
         notifier = Notifier.from_environ()
         held.callback(notifier.close)
-        return asyncio.run(Service(config, instance, devices, claims, own, notifier).run())
+        store = Store.from_environ()
+        held.callback(store.close)
+        return asyncio.run(Service(config, instance, devices, claims, own, notifier, store, handed).run())
 
 
 def devices_of(config: Config) -> list[Device]:
@@ -86,7 +102,7 @@ def devices_of(config: Config) -> list[Device]:
 
 
 class Service:
-    """All parts together. Borrows the claims and the notifier; owns the vault and the processes."""
+    """All parts together. Borrows the claims, the notifier and the store; owns the vault and the processes."""
 
     def __init__(
         self,
@@ -96,7 +112,10 @@ class Service:
         claims: dict[str, Claim],
         own: Claim,
         notifier: Notifier,
+        store: Store | None = None,
+        handed: Sequence[tuple[str, OwnedFd]] = (),
     ) -> None:
+        """`handed`: descriptors from an earlier process of this service, with their names in the store."""
         self.config = config
         self._started_with = config
         self._reloading = asyncio.Lock()
@@ -106,7 +125,9 @@ class Service:
         self.started = datetime.now(UTC).isoformat(timespec="seconds")
         self.ready = False
         self.models: dict[str, Model] = {}
-        self.vault = Vault()
+        self._store = store or Store(None)
+        self._handed = handed
+        self.vault = Vault(self._store)
         self.loads = Loads(self._model_changed, lambda: self.config.staging_memory)
         self.verifications = Verifications()
         self.workers = {
@@ -117,10 +138,12 @@ class Service:
                 claims[device.name],
                 self.vault,
                 self,
+                config.allow_uids,
             )
             for device in devices
         }
         self._control = Control(self, own.listener)
+        self.health = Health(watched(devices), Recovery(self, self._model_changed, self._control.holders))
         self._notifier = notifier
         self._stopping = asyncio.Event()
         self._state_changed = asyncio.Event()
@@ -131,10 +154,10 @@ class Service:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
         loop.add_signal_handler(signal.SIGHUP, self._reload_by_signal)
-        for device in self.devices:
-            if device.persistence is False:
-                _log.warning("%s: persistence mode is off; enable it (nvidia-smi -pm 1)", device.name)
-        background = [worker.start() for worker in self.workers.values()]
+        if self._handed:
+            self.vault.filled.clear()  # workers start meanwhile
+        storing = asyncio.create_task(self._store.run(), name="store")
+        background = [storing, *(worker.start() for worker in self.workers.values())]
         background.append(asyncio.create_task(self.loads.run(), name="loads"))
         background.append(asyncio.create_task(self._keep_alive(), name="keep alive"))
         stop = asyncio.create_task(self._stopping.wait(), name="stop")
@@ -146,7 +169,7 @@ class Service:
                     task.result()
             return 0
         finally:
-            await self._end(pending)
+            await self._end(pending - {storing}, storing)
 
     def stop(self) -> None:
         """Begins to stop; `run` returns when everything has ended."""
@@ -160,6 +183,13 @@ class Service:
         if model.state != "cached" or model.error is not None:  # the last load failed, an older generation is served
             self._load([model])
         return model
+
+    def load_together(self, models: list[Model]) -> None:
+        """Loads the models of a start, a reload or a device's return, which do not evict one another."""
+        keep_together(self.models.values(), models)
+        self._load(models)
+        release_kept(self.models.values())
+        self._tell_workers()
 
     async def reload(self) -> dict[str, Any]:
         """Reads the config again, loads what is new or changed, and calls off loads of models that are in it no more.
@@ -176,38 +206,30 @@ class Service:
             before = list(self.models.values())
             self._set_models(changes.config)
             # One that began meanwhile may be loading what the file meant before; `Loads` knows.
-            self._load([item for item in self.models.values() if item.name in loading or item.state == "loading"])
+            self.load_together(
+                [item for item in self.models.values() if item.name in loading or item.state == "loading"]
+            )
             for model in before:
                 if model.name not in self.models:
                     await self.loads.call_off(model)
-        restart = [
-            name
-            for name in ("devices", "memory_limit", "ready")
-            if getattr(self.config, name) != getattr(self._started_with, name)
-        ]
+        restart = only_at_restart(self._started_with, self.config)
         for setting in restart:
             _log.warning("reload: %s changed; it takes effect at the next restart", setting)
-        configured = {(device, model.name) for model in self.models.values() for device in model.devices}
-        left = [
-            {"model": shard.model, "device": shard.device}
-            for name in self.workers
-            for shard in self.vault.of_device(name)
-            if (shard.device, shard.model) not in configured
-        ]
-        return {"loading": loading, "left": left, "restart": restart}
+        return {"loading": loading, "left": left_over(self.models, self.vault, self.workers), "restart": restart}
 
     # What the workers report (`workers.WorkerOwner`).
 
     def model_wanted(self, device: str, model: str) -> None:
         state = self.models.get(model)
-        if state is not None and device in state.devices and state.state == "absent":
+        if state is not None and device in state.devices and (state.state == "absent" or state.no_room):
             self._load([state])
 
     def shard_arrived(self, device: str, model: str, generation: int) -> None:
         shard = self.vault.find(device, model)
         state = self.models.get(model)
         if state is not None and device in state.devices and shard is not None:
-            state.published(device, shard.generation, shard.nbytes)  # the newest, whichever was published last
+            # The newest, whichever was published last.
+            state.published(device, shard.generation, shard.nbytes, weights_of(shard))
             if not state.whole:
                 # Before the shard is given out. That a model is whole is said after it, in `shard_held`: until then its
                 # worker has the rank of the load before.
@@ -217,6 +239,18 @@ class Service:
         state = self.models.get(model)
         if state is not None and device in state.devices:
             self._model_changed(state)
+
+    def made_room(self, device: str, model: str, generation: int, room_for: str) -> None:
+        _log.info("%s generation %d is evicted from %s to make room for %s", model, generation, device, room_for)
+        name = {"model": model, "generation": generation, "device": device}
+        self._control.announce({"what": "evicted", **name, "reason": f"room for {room_for}"})
+        state = self.models.get(model)
+        if model == room_for or state is None or state.generation_on(device) != generation:
+            return
+        for other in state.devices:  # the model's other ranks are of no use without this one
+            rank = state.generation_on(other)
+            if other != device and rank is not None:
+                self.workers[other].unneeded(model, rank, room_for)
 
     def shard_dropped(self, device: str, model: str, generation: int) -> None:
         state = self.models.get(model)
@@ -235,9 +269,8 @@ class Service:
             model = self.models[item.name] = previous.get(item.name) or Model(item, devices)
             model.configure(item, devices)
             if item.name not in previous:
-                for device in devices:
-                    if shard := self.vault.find(device, item.name):
-                        model.published(device, shard.generation, shard.nbytes)
+                for shard in cached_ranks(model, self.vault):
+                    model.published(shard.device, shard.generation, shard.nbytes, weights_of(shard))
         self._tell_workers()
 
     def _load(self, models: list[Model]) -> None:
@@ -245,7 +278,7 @@ class Service:
             self.loads.add(model)
 
     def _model_changed(self, model: Model) -> None:
-        self._tell_workers(model.devices)
+        self._tell_workers(None if release_kept(self.models.values()) else model.devices)
         self._control.announce({"what": "model", **model.describe()})
         self._state_changed.set()
         self._show_status()
@@ -257,15 +290,7 @@ class Service:
             self.workers[name].tell_models(here)
 
     def _show_status(self) -> None:
-        loading = [model.sentence() for model in self.models.values() if model.state == "loading"]
-        cached = [model for model in self.models.values() if model.complete]
-        failed = [model.name for model in self.models.values() if model.error is not None]
-        nbytes = sum(model.nbytes for model in cached)
-        names = ", ".join(model.name for model in cached) or "nothing yet"
-        parts = [*loading, f"serving {names} ({len(cached)} of {len(self.models)} models, {nbytes / 1e9:.1f} GB)"]
-        if failed:
-            parts.append(f"failed: {', '.join(failed)}")
-        text = "; ".join(parts)
+        text = summary(self.models.values())
         if self.ready:
             self._notifier.status(text)
         else:
@@ -285,46 +310,56 @@ class Service:
 
     async def _start(self) -> None:
         self._notifier.progress("starting workers")
-        for worker in self.workers.values():
-            try:
-                await asyncio.wait_for(worker.serving.wait(), WORKER_START_SECONDS)
-            except TimeoutError:
-                problem = f"its worker does not serve within {WORKER_START_SECONDS:.0f} s"
-                raise DeviceError(device=worker.device, problem=problem) from None
-        self._control.start()
-        self._set_models(self.config)
-        self._load([model for model in self.models.values() if model.config.preload])
+        async with self._reloading:  # a SIGHUP means what is there then
+            if self._handed:
+                await adopt(self._handed, self.workers, self.vault, self._store)
+                self.vault.filled.set()
+            for worker in self.workers.values():
+                try:
+                    await asyncio.wait_for(worker.serving.wait(), WORKER_START_SECONDS)
+                except TimeoutError:
+                    problem = f"its worker does not serve within {WORKER_START_SECONDS:.0f} s"
+                    raise DeviceError(device=worker.device, problem=problem) from None
+            self._control.start()
+            self._set_models(self.config)
+            self.health.start()
+            adopted = [model for model in self.models.values() if model.complete]
+            self.load_together(loads_of_start(self.models.values(), self.vault))
         if self.config.ready == "loaded":
-            await self._all_loaded()
+            await self._all_loaded(to_lose=bool(self._handed))
         self._become_ready()
+        async with self._reloading:
+            changed = await asyncio.to_thread(changed_files(adopted, self.vault))
+            models = [model for model in adopted if model in self.models.values() and model.name in changed]
+            self.load_together(models)
 
-    async def _all_loaded(self) -> None:
-        """Returns when every preload is cached; raises what made the first one fail."""
+    async def _all_loaded(self, *, to_lose: bool) -> None:
+        """Returns when every preload is cached; raises what made the first one fail.
+
+        With something `to_lose` one that fails is logged and shown, as in a service that runs: a start that fails for
+        good would cost all that the service manager keeps. Most often there is no room beside what engines use.
+        """
         while True:
             self._state_changed.clear()
             # A model that is absent with nothing queued was evicted by its operator, who does not want to wait for it.
             wanted = [model for model in self.models.values() if model.config.preload and model.state != "absent"]
             for model in wanted:
-                if model.error is not None:
-                    raise self._start_failure(model, model.error)
+                # If it is complete, what was adopted is served.
+                if model.error is not None and not model.complete and not to_lose:
+                    raise start_failure(model, model.error, self.config)
             # Idle: the last loader has ended too, and with it its CUDA context.
-            if self.loads.idle and all(model.state == "cached" for model in wanted):
+            if self.loads.idle and all(model.state in ("cached", "failed") for model in wanted):
                 return
             await self._state_changed.wait()
 
-    def _start_failure(self, model: Model, error: WeightCacheError) -> WeightCacheError:
-        if isinstance(error, _SAME_NEXT_TIME) and not isinstance(error, CheckpointChanged):
-            # Another start would most likely find the same: exit 78, so that systemd does not try again.
-            return ConfigError(file=str(self.config.file), problem=f"model {model.name}: {error}")
-        return model.load_failed(error)
-
     async def _keep_alive(self) -> None:
-        """Extends systemd's start timeout while loading, and feeds its watchdog, both from this loop."""
+        """Extends systemd's start timeout while loading, feeds its watchdog, repeats what it has not taken."""
         interval = min(EXTEND_SECONDS, self._notifier.watchdog_seconds or EXTEND_SECONDS)
         while True:
             await asyncio.sleep(interval)
             if not self.ready:
                 self._show_status()
+            self._notifier.repeat()
             if self._notifier.watchdog_seconds is not None:
                 self._notifier.watchdog()
 
@@ -348,7 +383,7 @@ class Service:
                 self._notifier.ready("reloaded")
             self._show_status()
 
-    async def _end(self, tasks: set[asyncio.Task[Any]]) -> None:
+    async def _end(self, tasks: set[asyncio.Task[Any]], storing: asyncio.Task[None]) -> None:
         self._notifier.stopping("stopping")
         self._control.stop()
         if self._signalled is not None:
@@ -356,6 +391,10 @@ class Service:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.health.stop()
         await self.verifications.stop()
         await asyncio.gather(*(worker.stop() for worker in self.workers.values()))
+        await self.vault.settled()  # what was published last is in its hands: a restart finds it
+        storing.cancel()
+        await asyncio.gather(storing, return_exceptions=True)
         self.vault.close()

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ..config import ModelConfig
-from ..errors import LoadFailed, WeightCacheError, to_wire
+from ..checkpoint.digest import json_digest
+from ..config import Config, ModelConfig
+from ..errors import (
+    CheckpointChanged,
+    CheckpointError,
+    ConfigError,
+    DeviceError,
+    DeviceFull,
+    LoadFailed,
+    MissingDependency,
+    SliceError,
+    WeightCacheError,
+    to_wire,
+)
 from ..parallel.ranks import Parallel
 
 # absent ─► queued ─► loading ─► cached      and from each back to absent (evicted, called off) or to failed
 ModelStateName = Literal["absent", "queued", "loading", "cached", "failed"]
+_SAME_NEXT_TIME = (CheckpointError, SliceError, MissingDependency)  # files, the config's sizes, what is installed
 
 
 class LoadSpec(NamedTuple):
@@ -29,6 +43,17 @@ class LoadSpec(NamedTuple):
         """`devices`: of the ranks, in their order."""
         return cls(config.checkpoint, config.parallel, config.rules, config.dtype, devices)
 
+    @property
+    def digest(self) -> str:
+        """Equal for equal specs, in every process; manifests carry it. Sizes that a config leaves out do not count, so
+        that a later version may have more of them."""
+        sizes = {
+            item.name: getattr(self.parallel, item.name)
+            for item in fields(Parallel)
+            if getattr(self.parallel, item.name) != item.default
+        }
+        return json_digest([str(self.checkpoint), sizes, list(self.rules), self.dtype, list(self.devices)])
+
 
 class CachedRank(NamedTuple):
     """The shard of one rank: its number on its device, where each device counts for itself, and its bytes."""
@@ -42,7 +67,8 @@ class Model:
     """One configured model, a group of ranks: rank n belongs on `devices[n]`. It is cached when every rank is there.
 
     Ranks count as there when they were published by one load. A model that is loaded again while it is cached is
-    "loading": until its load publishes, clients get the shards of the one before.
+    "loading": until its load publishes, clients get the shards of the one before. `keep`: not evicted to make room now,
+    since it is preloaded, or loaded by the start, the reload or the device's return that is in progress.
     """
 
     config: ModelConfig
@@ -52,11 +78,14 @@ class Model:
     bytes_to_read: int | None = None
     load_seconds: float | None = None
     error: WeightCacheError | None = None
+    keep: bool = False
     _load_started: float = 0.0
     _shards: dict[str, CachedRank] = field(default_factory=dict)  # by device, the newest one of each
     _together: set[str] = field(default_factory=set)  # devices whose shards are of the load that published last
+    _weights: object = None  # which weights those are
     _whole: bool = False  # whether every rank was there when one was last published
     _load_published: bool = False  # whether the load that was begun last has published yet
+    _evicted: bool = False  # whether a rank has been evicted since all of them were there
 
     @property
     def name(self) -> str:
@@ -82,9 +111,15 @@ class Model:
         """Whether what its workers hold may be given out by name: ranks of two loads would be a mixture of weights.
 
         A set of ranks stays whole while the next one is loaded, for other devices as well, until that one publishes.
-        What an eviction leaves of it is of one load still.
+        What an eviction leaves of it is of one load still, but whoever waits for the rank that has gone gets that of
+        the next load.
         """
-        return self._whole or len(self.devices) == 1
+        return (self._whole and not self._evicted) or len(self.devices) == 1
+
+    @property
+    def no_room(self) -> bool:
+        """Whether its load failed for want of room: by now there may be some."""
+        return self.state == "failed" and isinstance(self.error, DeviceFull)
 
     @property
     def nbytes(self) -> int:
@@ -116,6 +151,7 @@ class Model:
         if moved:
             self._shards.clear()
             self._together.clear()
+            self._evicted = False
         if (moved and self.state == "cached") or (changed and self.state == "failed"):
             self.state, self.error = "absent", None
         self.config, self.devices = config, devices
@@ -128,16 +164,22 @@ class Model:
         self.state, self.error, self._load_published = "loading", None, False
         self.bytes_done, self.bytes_to_read, self._load_started = 0, None, time.monotonic()
 
-    def published(self, device: str, generation: int, nbytes: int) -> None:
-        """A shard is there, on one of `devices`. The last rank makes the model cached."""
-        if not self._load_published:
+    def published(self, device: str, generation: int, nbytes: int, weights: object = None) -> None:
+        """A shard is there, on one of `devices`. The last rank makes the model cached.
+
+        `weights`, equal for all ranks of one load: whoever publishes a rank of others begins a new set, without which
+        the model is not cached any more.
+        """
+        if not self._load_published or weights != self._weights:
             self._together.clear()
-            self._load_published = True
+            self._load_published, self._weights = True, weights
         self._shards[device] = CachedRank(generation, nbytes)
         self._together.add(device)
         self._whole = self.complete
         if self.complete:
-            self.state, self.error = "cached", None
+            self.state, self.error, self._evicted = "cached", None, False
+        elif self.state == "cached":
+            self.state, self.error = "absent", None
 
     def fail(self, error: WeightCacheError) -> None:
         """The load failed. What was cached before stays cached; the error is kept for the status.
@@ -163,8 +205,27 @@ class Model:
         """The shard on a device was evicted."""
         self._shards.pop(device, None)
         self._together.discard(device)
+        self._evicted = True
         if self.state in ("cached", "failed"):
             self.state, self.error = "absent", None
+
+    def lost(self, device: str, error: WeightCacheError) -> None:
+        """The shard on a device is, which nobody wanted, unlike an eviction. A load in progress goes on."""
+        self.gone(device)
+        if self.state == "absent":
+            self.state, self.error = "failed", error
+
+    def device_lost(self, device: str, error: DeviceError) -> bool:
+        """One of `devices` is, with the rank on it, and a load for it is in vain. Whether that changes anything."""
+        concerned = device in self._shards or self.state in ("queued", "loading")
+        if concerned:
+            self.gone(device)
+            self.state, self.error = "failed", error
+        return concerned
+
+    def forgive(self) -> None:
+        """What made it fail is over: it is absent, and who asks for it has it loaded."""
+        self.state, self.error = "absent", None
 
     def called_off(self) -> None:
         """Its load was. What was cached before, all ranks of it, stays cached."""
@@ -179,9 +240,19 @@ class Model:
         return f"loading {self.name} {self.progress:.0%}, {self.rate / 1e9:.1f} GB/s".replace("%", " %")
 
     def for_worker(self) -> dict[str, Any]:
-        """What a worker tells a client that asks for the model while it is not there, or not `whole`."""
-        reason = str(self.error) if self.error else None
-        return {"state": self.state, "progress": self.progress, "reason": reason, "whole": self.whole}
+        """What a worker tells a client that asks for the model while it is not there, or not `whole`; and whether the
+        shard there may make room for others (`worker.budget.ModelPolicy`). `retry`: a client that waits has it loaded.
+        """
+        return {
+            "state": self.state,
+            "progress": self.progress,
+            "reason": str(self.error) if self.error else None,
+            "whole": self.whole,
+            "retry": self.no_room,
+            "pin": self.config.pin,
+            "keep": self.keep,
+            "replace": self.config.replace,
+        }
 
     def describe(self) -> dict[str, Any]:
         """The model in a status reply. `devices` and `generations` are in rank order."""
@@ -193,6 +264,7 @@ class Model:
             "state": self.state,
             "checkpoint": str(self.config.checkpoint),
             "preload": self.config.preload,
+            "pin": self.config.pin,
             "generations": [self.generation_on(device) for device in self.devices],
             "nbytes": self.nbytes if self._shards else None,
             "bytes_done": self.bytes_done,
@@ -200,3 +272,44 @@ class Model:
             "load_seconds": self.load_seconds,
             "error": to_wire(self.error) if self.error else None,
         }
+
+
+def keep_together(models: Iterable[Model], loading: Container[Model]) -> None:
+    """Before a start, a reload or a device's return begins `loading`: it evicts none of them, and no preloaded model.
+
+    A config that asks for more than fits is refused so, instead of its last models replacing its first ones.
+    """
+    for model in models:
+        model.keep = model.config.preload or model in loading
+
+
+def release_kept(models: Iterable[Model]) -> bool:
+    """Ends what `keep_together` began, once all of it is loaded. Whether anything has changed."""
+    kept = [model for model in models if model.keep]
+    if any(model.state in ("queued", "loading") for model in kept):
+        return False
+    for model in kept:
+        model.keep = False
+    return bool(kept)
+
+
+def summary(models: Iterable[Model]) -> str:
+    """All models in one line, for systemctl status."""
+    models = list(models)
+    loading = [model.sentence() for model in models if model.state == "loading"]
+    cached = [model for model in models if model.complete]
+    failed = [model.name for model in models if model.error is not None]
+    nbytes = sum(model.nbytes for model in cached)
+    names = ", ".join(model.name for model in cached) or "nothing yet"
+    parts = [*loading, f"serving {names} ({len(cached)} of {len(models)} models, {nbytes / 1e9:.1f} GB)"]
+    if failed:
+        parts.append(f"failed: {', '.join(failed)}")
+    return "; ".join(parts)
+
+
+def start_failure(model: Model, error: WeightCacheError, config: Config) -> WeightCacheError:
+    """What a start ends with that cannot load a model."""
+    if isinstance(error, _SAME_NEXT_TIME) and not isinstance(error, CheckpointChanged):
+        # Another start would most likely find the same: exit 78, so that systemd does not try again.
+        return ConfigError(file=str(config.file), problem=f"model {model.name}: {error}")
+    return model.load_failed(error)

@@ -28,14 +28,16 @@ _STATUS_LIMIT = 1024  # characters; one datagram holds 4096 bytes (systemd, PIPE
 class Notifier:
     """State messages from this process to its service manager.
 
-    Only the main process of the unit may send (``NotifyAccess=main``): never hand a Notifier to a child. A change of
-    state that the manager does not take within one second, or a status that it does not take at once, is lost and
-    logged; the service goes on. Owns one socket until `close`.
+    Only the main process of the unit may send (``NotifyAccess=main``): never hand a Notifier to a child. A status that
+    the manager does not take at once is lost. A change of state that it does not take within one second is sent again
+    by `repeat`, or before whatever is sent next, unless another one follows. Both are logged, and the service goes on.
+    Owns one socket until `close`.
     """
 
     def __init__(self, systemd: sdnotify.SystemdNotifier | None, watchdog_seconds: float | None = None) -> None:
         self._systemd = systemd
         self._failing = False
+        self._owed: tuple[str, ...] = ()  # the last change of state, while the manager has not taken it
         self.watchdog_seconds = watchdog_seconds
 
     @classmethod
@@ -93,6 +95,17 @@ class Notifier:
         """A sign of life, due every `watchdog_seconds`. Send it from the event loop, never from a thread of its own."""
         self._send("WATCHDOG=1")
 
+    def repeat(self) -> None:
+        """Sends what was not taken, without which a start, or a reload, would never end for the manager."""
+        if self._owed and self._systemd is not None:
+            self._systemd.socket.settimeout(0.0)
+            try:
+                self._systemd.notify("\n".join(self._owed))
+            except OSError:  # which was logged the first time
+                return
+            log.info("systemd has taken %s now", self._owed[0])
+            self._owed = ()
+
     def close(self) -> None:
         """Closes the socket; what is sent afterwards goes nowhere. Idempotent."""
         systemd, self._systemd = self._systemd, None
@@ -102,6 +115,9 @@ class Notifier:
     def _send(self, *lines: str, wait: bool = False) -> None:
         if self._systemd is None:
             return
+        if wait:
+            self._owed = ()
+        self.repeat()  # in order: a status may belong to it
         # A status that is not taken at once is lost: the next one says more. A change of state is worth a moment.
         self._systemd.socket.settimeout(_SEND_TIMEOUT if wait else 0.0)
         try:
@@ -111,6 +127,8 @@ class Notifier:
             if wait or not self._failing:  # of many in a row the first is enough
                 log.warning("systemd did not take %s: %s", lines[0], error)
             self._failing = True
+            if wait:
+                self._owed = lines
 
 
 def clean_environment(env: Mapping[str, str]) -> dict[str, str]:

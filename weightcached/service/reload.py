@@ -1,16 +1,31 @@
-"""What a changed config file means for a running service, decided before anything is done: a bad file does nothing."""
+"""What a config file means for what is cached, decided before anything is done: a bad file does nothing.
+
+For a running service whose file changed, and for one that has started with what an earlier process left.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ..checkpoint.fileset import open_checkpoint
 from ..config import Config, load_config
 from ..errors import CheckpointError, ConfigError, ResourceError
-from ..shard.manifest import SourceFile, parse_head, read_documents
+from ..loader.keys import rank_fields
+from ..parallel.ranks import Rank
+from ..shard.key import ShardKey
+from ..shard.manifest import SourceFile
+from ..trace import point
 from .models import LoadSpec, Model
-from .vault import Vault
+from .vault import HeldShard, Vault
+
+_OF_A_RANK = {  # key fields that ranks of one load differ in
+    "tensor_parallel_rank", "pipeline_parallel_rank", "expert_parallel_rank", "data_parallel_rank", "layers", "dtype",
+}  # fmt: skip
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +58,111 @@ def read_changes(old: Config, models: dict[str, Model], vault: Vault, devices: l
                 load.append(item.name)
         elif model.complete and model.error is None:
             shards = [shard for device in where if (shard := vault.find(device, item.name))]
-            read_from = {parse_head(read_documents(shard.descriptors[0].fileno())[0]).files for shard in shards}
+            read_from = {shard.read_head().files for shard in shards}
             unsure += [(item.name, item.checkpoint, files) for files in read_from]
         elif item.preload or model.complete:
             load.append(item.name)  # an operator asks for a reload: what failed before is tried again
+    point("service.reload")
     return Changes(new, load, unsure)
+
+
+def only_at_restart(started_with: Config, config: Config) -> list[str]:
+    """Names of settings that changed and that a reload does not apply."""
+    names = ("devices", "memory_limit", "allow_uids", "ready")
+    return [name for name in names if getattr(config, name) != getattr(started_with, name)]
+
+
+def left_over(models: dict[str, Model], vault: Vault, devices: Iterable[str]) -> list[dict[str, Any]]:
+    """{"model", "device"} of each copy that no model of the config stands for."""
+    configured = {(device, model.name) for model in models.values() for device in model.devices}
+    return [
+        {"model": shard.model, "device": shard.device}
+        for name in devices
+        for shard in vault.of_device(name)
+        if (shard.device, shard.model) not in configured
+    ]
+
+
+def cached_ranks(model: Model, vault: Vault) -> list[HeldShard]:
+    """What is cached of a model's ranks, by whatever publisher, each on its device.
+
+    Ranks of other weights than those of the newest one are left out: a service that was killed while a load published
+    has some of either.
+    """
+    found = []
+    for rank, device in zip(model.spec.parallel.ranks(), model.devices, strict=True):
+        if shard := vault.find(device, model.name):
+            head = shard.read_head()
+            if len(model.devices) == 1 or not head.key.differences(_place(rank)):
+                found.append((shard, head))
+    if not found:
+        return []
+    newest = max((head for _, head in found), key=lambda head: head.created)
+    return [shard for shard, head in found if _weights(head.key) == _weights(newest.key)]
+
+
+def weights_of(shard: HeldShard) -> dict[str, Any]:
+    """What tells a shard's weights from others; equal for all ranks of one load."""
+    return _weights(shard.read_head().key)
+
+
+def loads_of_start(models: Iterable[Model], vault: Vault) -> list[Model]:
+    """What a start has to load: preloads that are not there, and what was loaded by a config that meant something else.
+
+    The latter is served until its load replaces it.
+    """
+    loads = []
+    for model in models:
+        specs = {shard.read_head().attributes.get("spec") for shard in cached_ranks(model, vault)}
+        otherwise = not specs <= {None, model.spec.digest}  # None: an engine has published it
+        if otherwise if model.complete else model.config.preload:
+            loads.append(model)
+    return loads
+
+
+def changed_files(models: Iterable[Model], vault: Vault) -> Callable[[], list[str]]:
+    """A function for any thread, since it looks at files: the names of models whose files are not those that were read.
+
+    What cannot be looked at stays cached, with a warning: a disk that is gone is no reason to lose what was read of it.
+    """
+    read_from = [
+        (model.name, model.config.checkpoint, {head.files for head in heads})
+        for model in models
+        if model.state == "cached"
+        and (heads := [head for item in cached_ranks(model, vault) if "spec" in (head := item.read_head()).attributes])
+    ]
+
+    def look() -> list[str]:
+        changed = []
+        for name, checkpoint, sets in read_from:
+            try:
+                if not all(_as_read(checkpoint, files) for files in sets):
+                    changed.append(name)
+            except (CheckpointError, ResourceError) as error:
+                _log.warning("%s: what is cached stays, but its files cannot be looked at: %s", name, error)
+        return changed
+
+    return look
+
+
+def _place(rank: Rank) -> dict[str, Any]:
+    # Without the experts' place, which follows from the others, and which not every publisher gives.
+    return {name: value for name, value in rank_fields(rank).items() if not name.startswith("expert")}
+
+
+def _weights(key: ShardKey) -> dict[str, Any]:
+    """The fields of a key that all ranks of one load share."""
+    return {name: value for name, value in asdict(key).items() if name not in _OF_A_RANK}
 
 
 def _changed_on_disk(checkpoint: Path, files: tuple[SourceFile, ...]) -> bool:
     """Whether the files are not the ones that the cached shard was read from; an unreadable set counts as changed."""
     try:
-        with open_checkpoint(checkpoint) as found:
-            return [file.source.stat for file in found.files] != [file.stat for file in files]
+        return not _as_read(checkpoint, files)
     except (CheckpointError, ResourceError):
         return True  # the load that follows says what is wrong with it
+
+
+def _as_read(checkpoint: Path, files: tuple[SourceFile, ...]) -> bool:
+    with open_checkpoint(checkpoint) as found:
+        return [file.source.stat for file in found.files] == [file.stat for file in files]

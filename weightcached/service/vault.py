@@ -1,10 +1,20 @@
-"""The service's own copies of every published shard's descriptors, so that a worker's death loses nothing."""
+"""The service's own copies of every published shard's descriptors, so that a worker's death loses nothing.
+
+What is held here is also given to the service manager, whose copies outlive this process (`store`).
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from dataclasses import dataclass
+from typing import Any
 
 from ..fds import FdSet, OwnedFd
+from ..shard.manifest import ManifestHead, parse_head, read_documents
+from .store import ANSWER_SECONDS, KeptShard, ShardName, Store
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -16,6 +26,11 @@ class HeldShard:
     generation: int
     nbytes: int
     descriptors: list[OwnedFd]
+    kept: KeptShard | None = None  # as the service manager keeps it
+
+    def read_head(self) -> ManifestHead:
+        """The head of its manifest."""
+        return parse_head(read_documents(self.descriptors[0].fileno())[0])
 
     def close(self) -> None:
         for item in self.descriptors:
@@ -23,22 +38,39 @@ class HeldShard:
 
 
 class Vault:
-    """Shards by device, model and generation."""
+    """Shards by device, model and generation. Borrows the store.
 
-    def __init__(self) -> None:
+    `filled` is set when what an earlier process left has been taken in: a worker is given all of it at once.
+    """
+
+    def __init__(self, store: Store | None = None) -> None:
+        self.filled = asyncio.Event()
+        self.filled.set()
+        self._store = store or Store(None)
         self._held: dict[tuple[str, str, int], HeldShard] = {}
         self._last: dict[str, dict[str, int]] = {}
 
     def hold(self, device: str, model: str, generation: int, nbytes: int, fds: FdSet) -> None:
-        """Takes the descriptors out of `fds` and keeps them, in place of any of the same name."""
+        """Takes the descriptors out of `fds` and keeps them, in place of any of the same name.
+
+        The service manager gets them a moment later; see `sent`.
+        """
         self.drop(device, model, generation)
-        self._held[device, model, generation] = HeldShard(device, model, generation, nbytes, fds.steal_all())
-        last = self._last.setdefault(device, {})
-        last[model] = max(generation, last.get(model, 0))
+        shard = self._hold(HeldShard(device, model, generation, nbytes, fds.steal_all()))
+        if self._store.active:
+            shard.kept = self._store.keep(model, ShardName.of(shard.read_head()), shard.descriptors)
+
+    def adopt(self, head: ManifestHead, descriptors: list[OwnedFd]) -> None:
+        """Takes over a shard that an earlier process of this service held, and that the service manager still has."""
+        self.drop(head.device, head.model, head.generation)
+        shard = self._hold(HeldShard(head.device, head.model, head.generation, head.nbytes, descriptors))
+        shard.kept = self._store.adopted(head.model, ShardName.of(head), descriptors)
 
     def drop(self, device: str, model: str, generation: int) -> None:
-        """Closes a shard's copies. Idempotent."""
+        """Closes a shard's copies, and has the service manager close its own. Idempotent."""
         if shard := self._held.pop((device, model, generation), None):
+            if shard.kept is not None:
+                self._store.forget(shard.kept)
             shard.close()
 
     def of_device(self, device: str) -> list[HeldShard]:
@@ -58,7 +90,35 @@ class Vault:
         """Model -> the highest generation ever held for it, so that a number is never given out twice."""
         return dict(self._last.get(device, {}))
 
+    async def sent(self, device: str, model: str, generation: int) -> None:
+        """Returns when a shard's descriptors are on their way to the service manager: they outlive this process then.
+
+        At once without a manager; after 5 seconds, with a warning, when it reads nothing.
+        """
+        shard = self._held.get((device, model, generation))
+        if shard is None or shard.kept is None:
+            return
+        try:
+            await asyncio.wait_for(shard.kept.sent.wait(), ANSWER_SECONDS)
+        except TimeoutError:
+            _log.warning("%s: the service manager takes nothing; it is served all the same", shard.kept.label)
+
+    async def settled(self) -> None:
+        """Returns when the service manager has done all that it was asked for so far; at once without one."""
+        await self._store.settled()
+
+    def describe_store(self) -> dict[str, Any]:
+        """What the service manager keeps, for a status reply."""
+        return self._store.describe()
+
     def close(self) -> None:
+        """Closes the copies here. What the service manager has stays there, for the next process."""
         for shard in self._held.values():
             shard.close()
         self._held.clear()
+
+    def _hold(self, shard: HeldShard) -> HeldShard:
+        self._held[shard.device, shard.model, shard.generation] = shard
+        last = self._last.setdefault(shard.device, {})
+        last[shard.model] = max(shard.generation, last.get(shard.model, 0))
+        return shard

@@ -9,11 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Coroutine
 from typing import Any, Protocol
 
 from ..errors import DeviceError, ProtocolError
 from ..fds import FdSet
 from ..text import describe_exit
+from ..trace import point
 from ..wire.framing import decode
 from ..wire.stream import Stream
 from .claim import Claim
@@ -24,6 +26,7 @@ RESTART_DELAYS = (0.0, 0.1, 0.5, 2.0, 5.0)  # seconds, one step further for each
 QUICK_DEATH = 5.0
 START_TRIES = 4  # of a worker that has never served; one that has is started again for ever
 STOP_SECONDS = 5.0
+END_SECONDS = 5.0  # for a child that was killed, or has said its last word, to be gone
 _log = logging.getLogger(__name__)
 
 
@@ -42,6 +45,10 @@ class WorkerOwner(Protocol):
         """Its worker is told that the shard is published on the device."""
         ...
 
+    def made_room(self, device: str, model: str, generation: int, room_for: str) -> None:
+        """An idle shard was evicted so that another model, or the next generation, fits. It is dropped after this."""
+        ...
+
     def shard_dropped(self, device: str, model: str, generation: int) -> None:
         """A shard was replaced or evicted."""
         ...
@@ -50,8 +57,17 @@ class WorkerOwner(Protocol):
 class WorkerProcess:
     """Keeps one device's worker running from `start` to `stop`. Borrows the claim and the vault; see `worker.main`."""
 
-    def __init__(self, device: str, limit: int, instance: str, claim: Claim, vault: Vault, owner: WorkerOwner) -> None:
-        """`limit`: the most bytes the worker may hold."""
+    def __init__(
+        self,
+        device: str,
+        limit: int,
+        instance: str,
+        claim: Claim,
+        vault: Vault,
+        owner: WorkerOwner,
+        allow_uids: tuple[int, ...] = (),
+    ) -> None:
+        """`limit`: the most bytes the worker may hold. `allow_uids`: other users whom it lets in."""
         self.device = device
         self.limit = limit
         self.restarts = 0
@@ -61,11 +77,14 @@ class WorkerProcess:
         self._claim = claim
         self._vault = vault
         self._owner = owner
+        self._allow_uids = allow_uids
         self._models: dict[str, dict[str, Any]] = {}
+        self._lost: str | None = None
         self._channel: Stream | None = None
         self._channel_ended = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
+        self._confirming: set[asyncio.Task[None]] = set()
 
     @property
     def pid(self) -> int | None:
@@ -79,9 +98,10 @@ class WorkerProcess:
 
     async def stop(self) -> None:
         """Ends the worker by closing its channel, and waits for its exit; SIGKILL after STOP_SECONDS."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        tasks = [*self._confirming] if self._task is None else [self._task, *self._confirming]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._channel is not None:
             self._channel.close("the service stops")
         if self._process is not None and self._process.returncode is None:
@@ -93,10 +113,22 @@ class WorkerProcess:
                 await self._process.wait()
 
     def tell_models(self, models: dict[str, dict[str, Any]]) -> None:
-        """Passes on what the service is about to load; a restarted worker gets it again."""
+        """Passes on what becomes of the models on the device; a restarted worker is told again."""
         self._models = models
-        if self._channel is not None:
-            self._channel.send({"models": models})
+        self._send({"models": models})
+
+    def tell_lost(self, reason: str | None) -> None:
+        """The device is lost for this reason, or there again (None); a restarted worker is told too."""
+        self._lost = reason
+        self._send({"lost": {"reason": reason}} if reason is not None else {"back": {}})
+
+    def shard_lost(self, model: str, generation: int, reason: str) -> None:
+        """What is in one shard is not what was published."""
+        self._send({"lost": {"reason": reason, "model": model, "generation": generation}})
+
+    def unneeded(self, model: str, generation: int, room_for: str) -> None:
+        """The model's other ranks had to make room: an idle one here is evicted as well."""
+        self._send({"unneeded": {"model": model, "generation": generation, "room_for": room_for}})
 
     def message_received(self, data: bytes, fds: FdSet) -> None:
         with fds:
@@ -105,14 +137,22 @@ class WorkerProcess:
                 case {"serving": _}:
                     self._has_served = True
                     self.serving.set()
-                case {"hold": {"model": str(model), "generation": int(generation), "nbytes": int(nbytes)}}:
-                    self._vault.hold(self.device, model, generation, nbytes, fds)
-                    self._owner.shard_arrived(self.device, model, generation)
+                case {"hold": {"model": str(model), "generation": int(generation)}} if self._lost is not None:
+                    # Sent before the worker heard of the loss; it knows better by now, and tells the publisher.
                     self._send({"held": {"model": model, "generation": generation}})
-                    self._owner.shard_held(self.device, model, generation)
-                case {"drop": {"model": str(model), "generation": int(generation)}}:
+                case {"hold": {"model": str(model), "generation": int(generation), "nbytes": int(nbytes)}}:
+                    point("service.hold-received")
+                    self._vault.hold(self.device, model, generation, nbytes, fds)
+                    if self._channel is not None:
+                        self._begin(self._confirm_hold(self._channel, model, generation))
+                case {"drop": {"model": str(model), "generation": int(generation)} as drop}:
                     self._vault.drop(self.device, model, generation)
+                    point("service.dropped")
+                    if "room_for" in drop:
+                        self._owner.made_room(self.device, model, generation, str(drop["room_for"]))
                     self._owner.shard_dropped(self.device, model, generation)
+                    if self._channel is not None:
+                        self._begin(self._confirm_drop(self._channel, model, generation))
                 case {"wanted": {"model": str(model)}}:
                     self._owner.model_wanted(self.device, model)
                 case _:
@@ -129,6 +169,25 @@ class WorkerProcess:
         self.serving.clear()
         self._channel_ended.set()
 
+    def _begin(self, confirmation: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(confirmation)
+        self._confirming.add(task)
+        task.add_done_callback(self._confirming.discard)
+
+    async def _confirm_hold(self, channel: Stream, model: str, generation: int) -> None:
+        """Tells the worker that a shard is safe: from here on no death of a process loses it."""
+        await self._vault.sent(self.device, model, generation)
+        self._owner.shard_arrived(self.device, model, generation)
+        point("service.before-held")
+        if channel is self._channel:  # a worker that was started meanwhile has adopted it
+            channel.send({"held": {"model": model, "generation": generation}})
+        self._owner.shard_held(self.device, model, generation)
+
+    async def _confirm_drop(self, channel: Stream, model: str, generation: int) -> None:
+        """Tells the worker when the service manager, too, has closed what it had of a shard."""
+        await self._vault.settled()
+        channel.send({"dropped": {"model": model, "generation": generation}})
+
     async def _keep_running(self) -> None:
         quick_deaths = 0
         loop = asyncio.get_running_loop()
@@ -143,7 +202,7 @@ class WorkerProcess:
             self.restarts += 1
             quick_deaths = quick_deaths + 1 if loop.time() - started < QUICK_DEATH else 0
             if not self._has_served and quick_deaths == START_TRIES:
-                # Nothing is cached here yet, and another try would end the same way.
+                # Another try would end the same way; what was adopted stays with the service manager.
                 raise DeviceError(device=self.device, problem=f"its worker cannot start ({end}); its log is above")
             delay = RESTART_DELAYS[min(quick_deaths, len(RESTART_DELAYS) - 1)]
             _log.warning(
@@ -163,12 +222,19 @@ class WorkerProcess:
                 "--lock-fd": self._claim.lock.fileno(),
             }
             self._process = await spawn_role(
-                ["worker", self.device, "--instance", self._instance, "--limit", str(self.limit)], shared
+                ["worker", self.device, "--instance", self._instance, "--limit", str(self.limit)]
+                + [f"--allow-uid={uid}" for uid in self._allow_uids],
+                shared,
             )
+        await self._vault.filled.wait()
+        while self._confirming:  # what the worker before this one handed over is complete then
+            await asyncio.wait(self._confirming)
         for shard in self._vault.of_device(self.device):
             name = {"model": shard.model, "generation": shard.generation}
             self._channel.send({"adopt": name}, [item.fileno() for item in shard.descriptors])
         self._send({"models": self._models})  # before any client is served: not all that is adopted may be given out
+        if self._lost is not None:
+            self._send({"lost": {"reason": self._lost}})
         self._send({"serve": {"generations": self._vault.generations(self.device)}})
         code = await self._process.wait()
         await self._channel_ended.wait()  # what it said last is read before another one is given what is held
@@ -195,3 +261,14 @@ async def spawn_role(arguments: list[str], fds: dict[str, int]) -> asyncio.subpr
         env=clean_environment(os.environ),
         start_new_session=True,
     )  # fmt: skip
+
+
+async def gone(process: asyncio.subprocess.Process, role: str) -> None:
+    """Waits until a child is gone that was killed or has said its last word; END_SECONDS at most, which is logged.
+
+    One that hangs in a driver or on a disk cannot be killed (state D), and must not hold up everything else.
+    """
+    try:
+        await asyncio.wait_for(process.wait(), END_SECONDS)
+    except TimeoutError:
+        _log.error("%s pid=%d does not end; does its device or its disk hang?", role, process.pid)

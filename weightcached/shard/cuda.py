@@ -263,6 +263,25 @@ class CudaMapping:
             self.close()
 
 
+def check_slabs(ordinal: int, slabs: Sequence[tuple[int, int]]) -> None:
+    """Checks that descriptors, given as (descriptor, bytes), are slabs of the device, of these sizes. Takes no context.
+
+    Errors as of `CudaMapping.open`. Nothing is mapped for access, so that no memory is touched.
+    """
+    cuda = driver()
+    granule = granularity(ordinal)
+    for index, (fd, nbytes) in enumerate(slabs):
+        with ExitStack() as undo:
+            handle = check(cuda.cuMemImportFromShareableHandle(fd, _posix_fd()), "cuMemImportFromShareableHandle")
+            undo.callback(_release, handle)
+            _require_location(ordinal, handle)
+            size = _rounded(nbytes, granule)
+            try:
+                _map(undo, _reserve(undo, size), size, handle)
+            except DeviceError as error:
+                raise _wrong_size(error, index, nbytes) from error
+
+
 def granularity(ordinal: int) -> int:
     """Bytes of which every slab on the device takes a multiple (2 MiB on all that were seen)."""
     cuda = driver()
@@ -342,6 +361,9 @@ def _full(ordinal: int, needed: int, context: PrimaryContext) -> DeviceFull:
         device=device_name(ordinal),
         needed=needed,
         free=int(free),
+        evictable=0,
         limit=int(total),
+        others=0,
         holders=[f"all processes on it {total - free}"],
+        advice="end one of them, or evict a model",
     )

@@ -28,7 +28,9 @@ from .key import FORMAT_VERSION, ShardKey
 SCHEMA = 2
 ALIGNMENT = 256  # bytes; a device allocator's usual alignment, enough for every view(dtype) and for TMA
 MAX_SLABS = 252  # one message carries 253 descriptors (SCM_MAX_FD of the kernel), one of them the manifest
-MAX_MANIFEST_BYTES = 32 << 20  # some 300,000 tensors; a worker takes over a second to check so many
+MAX_MANIFEST_BYTES = 32 << 20
+MAX_HEAD_BYTES = 1 << 20  # some 4,000 source files; a status reply carries the heads of all shards
+MAX_TENSORS = 300_000  # aliases included; a worker takes over a second to check so many
 XXH3_64 = "xxh3-64"  # of host slabs, see `checksum`
 MIX64_SUM = "mix64-sum"  # of GPU slabs, see `cuda_checksum`
 CHECKSUM_ALGORITHMS = (XXH3_64, MIX64_SUM)
@@ -127,7 +129,10 @@ def write_manifest(head: ManifestHead, table: TensorTable, checksums: Checksums 
     """A sealed memfd with the documents; the caller owns it. `ManifestError` if nobody would read one so large."""
     rows = [_without_defaults(entry) for entry in table.tensors]
     documents = [asdict(head), {"tensors": rows, "aliases": table.aliases}]
-    text = "".join(json.dumps(document, separators=(",", ":")) + "\n" for document in documents)
+    lines = [json.dumps(document, separators=(",", ":")) + "\n" for document in documents]
+    if len(lines[0]) > MAX_HEAD_BYTES:
+        raise _head_too_long(len(lines[0]))
+    text = "".join(lines)
     if checksums is not None:
         text += json.dumps(asdict(checksums), separators=(",", ":"))
     if len(text) > MAX_MANIFEST_BYTES:  # ASCII: json escapes the rest
@@ -178,10 +183,15 @@ def _map_documents(fd: int) -> tuple[mmap.mmap, int, int]:
     if size > MAX_MANIFEST_BYTES:
         raise ManifestError(problem=f"{size} bytes, at most {MAX_MANIFEST_BYTES} are read")
     # Private: older kernels, such as 5.15, refuse even a read-only shared mapping of a memfd sealed against writing.
-    mapped = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) if size else None
+    try:
+        mapped = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) if size else None
+    except OSError as error:  # no room for mappings, or none of the huge pages that it is made of
+        raise ManifestError(problem=f"cannot be mapped: {error.strerror}") from error
     head_end = mapped.find(b"\n") if mapped is not None else -1
     if mapped is None or head_end < 0:
         raise ManifestError(problem="no line end after the head")
+    if head_end >= MAX_HEAD_BYTES:
+        raise _head_too_long(head_end + 1)
     # From the end, since who attaches must not pay for a search through the table.
     end = size
     while end > head_end + 1:
@@ -190,6 +200,10 @@ def _map_documents(fd: int) -> tuple[mmap.mmap, int, int]:
             return mapped, head_end, start + found
         end = start
     return mapped, head_end, size  # as schema 1 ended, which the head will say
+
+
+def _head_too_long(nbytes: int) -> ManifestError:
+    return ManifestError(problem=f"a head of {nbytes} bytes, at most {MAX_HEAD_BYTES} are read")
 
 
 def parse_head(document: bytes) -> ManifestHead:
@@ -242,7 +256,7 @@ def parse_table(document: bytes | memoryview) -> TensorTable:
 def check_table(head: ManifestHead, table: TensorTable) -> None:
     """`ManifestError` unless every tensor lies inside its slab, aligned, under a name of its own.
 
-    Tensors may overlap: a fused tensor and the views that it is made of share bytes.
+    Tensors may overlap, see `check_overlaps`.
     """
     try:
         _check_entries(head, table)
@@ -250,7 +264,32 @@ def check_table(head: ManifestHead, table: TensorTable) -> None:
         raise ManifestError(problem=f"tensor table is not readable: {error}") from error
 
 
+def check_overlaps(table: TensorTable) -> None:
+    """`ManifestError` for two tensors that share bytes without one being a part of the other. After `check_table`.
+
+    A fused tensor and the parts that it is made of share bytes: of two contiguous tensors one lies wholly inside the
+    other, or they have no byte in common. A strided one is a view, and may lie between the elements of others. For the
+    side that takes a manifest in; who attaches is as safe without it.
+    """
+    plain = [entry for entry in table.tensors if entry.nbytes and entry.stride is None]
+    plain.sort(key=lambda entry: (entry.slab, entry.offset, -entry.nbytes))
+    around: list[TensorEntry] = []  # those that the current one may lie in, each inside the one before it
+    for entry in plain:
+        while around and (around[-1].slab != entry.slab or around[-1].offset + around[-1].nbytes <= entry.offset):
+            around.pop()
+        if around and entry.offset + entry.nbytes > around[-1].offset + around[-1].nbytes:
+            shared = around[-1].offset + around[-1].nbytes - entry.offset
+            raise ManifestError(
+                problem=f"tensors {around[-1].name!r} and {entry.name!r} share {shared} bytes of slab {entry.slab}, "
+                "and neither is a part of the other"
+            )
+        around.append(entry)
+
+
 def _check_entries(head: ManifestHead, table: TensorTable) -> None:
+    if len(table.tensors) + len(table.aliases) > MAX_TENSORS:
+        number = len(table.tensors) + len(table.aliases)
+        raise ManifestError(problem=f"{number} tensors and aliases, at most {MAX_TENSORS} are read")
     if len(table.tensors) != head.tensor_count:
         raise ManifestError(problem=f"{len(table.tensors)} tensors listed, {head.tensor_count} announced")
     names = set()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from ..errors import (
+    ConnectionFailed,
     ConnectionLost,
     ProtocolError,
     ServiceNotRunning,
@@ -20,9 +22,10 @@ from ..errors import (
     from_wire,
 )
 from ..fds import FdSet
+from ..paths import trusted_uids
 from . import framing
 from .messages import PROTOCOL, Hello, Request, request_to_json
-from .peer import peer_of, require_same_user
+from .peer import peer_of, require_user
 
 DEFAULT_TIMEOUT = 10.0  # seconds for one reply
 _GRACE = 0.1  # seconds after a timeout in which what is already here is still read
@@ -36,29 +39,46 @@ class Connection:
         self._sock = sock
         self.path = path
         self.greeting: dict[str, Any] = {}
+        self.on_event: Callable[[dict[str, Any]], object] | None = None  # for those that come before a reply
+        self._device: str | None = None
 
     @classmethod
     def open(
         cls, path: Path, *, device: str | None = None, client: str = "python", timeout: float = DEFAULT_TIMEOUT
     ) -> Connection:
-        """Connects, checks that the listener is this user's, and says hello. `timeout` in seconds for both.
+        """Connects, checks that the listener is of a trusted user, and says hello. `timeout` in seconds for both.
 
-        Raises `ServiceNotRunning`, `PeerRefused`, `VersionMismatch`, `WrongDevice`, `TimedOut` or `ConnectionLost`.
+        Raises `ServiceNotRunning`, `PeerRefused`, `VersionMismatch`, `WrongDevice`, `TimedOut`, `ConnectionLost`, or
+        `ConnectionFailed` where the socket is closed to this user.
+        """
+        connection = cls.begin(path, device=device, client=client, timeout=timeout)
+        connection.greeted(timeout)
+        return connection
+
+    @classmethod
+    def begin(
+        cls, path: Path, *, device: str | None = None, client: str = "python", timeout: float = DEFAULT_TIMEOUT
+    ) -> Connection:
+        """The first half of `open`: the hello is sent, and `greeted` must read its answer.
+
+        For callers that wait in a poll of their own. It does not block: the kernel connects at once or refuses.
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             sock.settimeout(timeout)
             sock.connect(os.fspath(path))
-            require_same_user(peer_of(sock))
+            require_user(peer_of(sock), trusted_uids())
             connection = cls(sock, path)
-            hello = Hello(client=client, version=__version__, device=device)
-            connection.greeting, fds = connection.request(hello, timeout=timeout)
-            fds.close()
-            connection._check_greeting(device)
+            connection._device = device
+            connection.send(Hello(client=client, version=__version__, device=device), timeout=timeout)
             return connection
         except (FileNotFoundError, ConnectionRefusedError):
             sock.close()
             raise ServiceNotRunning(path=str(path)) from None
+        except PermissionError:  # waiting would not help
+            sock.close()
+            problem = f"is closed to uid {os.geteuid()}; its service must list that in allow_uids"
+            raise ConnectionFailed(path=str(path), problem=problem) from None
         except TimeoutError:
             sock.close()
             raise TimedOut(path=str(path), seconds=timeout, waited_for="a connection") from None
@@ -67,6 +87,16 @@ class Connection:
             raise ConnectionLost(path=str(path), problem=f"cannot connect: {error.strerror or error}") from error
         except WeightCacheError:
             sock.close()
+            raise
+
+    def greeted(self, timeout: float | None) -> None:
+        """Reads the answer to the hello; raises as `open` does, with the connection closed."""
+        try:
+            self.greeting, fds = self.answer("hello", timeout)
+            fds.close()
+            self._check_greeting(self._device)
+        except WeightCacheError:
+            self.close()
             raise
 
     def fileno(self) -> int:
@@ -85,6 +115,13 @@ class Connection:
         the peer sent is raised as the same class. After `TimedOut` or a reply that is none the connection is closed: a
         late reply must never be taken for the next one.
         """
+        self.send(message, fds, timeout=timeout)
+        return self.answer(message.op, timeout)
+
+    def send(
+        self, message: Request, fds: list[int] | tuple[int, ...] = (), *, timeout: float | None = DEFAULT_TIMEOUT
+    ) -> None:
+        """The first half of `request`; `answer` must read the reply."""
         frame = framing.Frame(request_to_json(message), fds)
         try:
             self._sock.settimeout(timeout)
@@ -101,15 +138,19 @@ class Connection:
             raise ConnectionLost(path=str(self.path), problem=f"send failed: {error.strerror or error}") from error
         finally:
             frame.close()
+
+    def answer(self, op: str, timeout: float | None) -> tuple[dict[str, Any], FdSet]:
+        """The second half of `request`: the reply to the message of that name that was sent."""
         end = None if timeout is None else time.monotonic() + timeout
         while True:
-            kind, content, received = self._next(end, timeout, f"the reply to {message.op}")
+            kind, content, received = self._next(end, timeout, f"the reply to {op}")
             if kind == "ok":
                 return content, received
             received.close()
             if kind == "error":
                 raise from_wire(content)
-            # Events reach a client that waits for a reply too; only `next_event` reads them.
+            if self.on_event is not None:
+                self.on_event(content)
 
     def next_event(self, timeout: float | None) -> dict[str, Any]:
         """The next event of a subscription, waiting up to `timeout` seconds (None: for ever)."""

@@ -5,8 +5,11 @@ cost more than the whole attach. The receiving side of a request validates it wi
 (`wire.validate`). Not frozen: making ten frozen classes costs 5 ms at each import, and a message is sent right after
 it is made.
 
-    a worker    hello, attach, publish, reserve, status, evict, subscribe
+    a worker    hello, attach, renew, publish, reserve, status, evict, subscribe
     a service   hello, status, load, evict, verify, reload, subscribe, stop
+
+Operations of `GUEST_OPS` are for every peer that is let in; the others are for the service's own user alone, and are
+`NotPermitted` to the users of `allow_uids`, root included: who is root can become that user.
 
 A reply is ``{"ok": {...}}`` or ``{"error": {...}}`` (`errors.to_wire`). Subscribers and waiting clients also get
 ``{"event": {...}}``. Unknown fields of a reply are ignored, unknown fields of a request are refused.
@@ -42,6 +45,22 @@ class Attach:
     key: dict[str, Any] = field(default_factory=dict)
     wait: float = 0.0
     op: Literal["attach"] = "attach"
+
+
+@dataclass(slots=True)
+class Renew:
+    """Says again that a shard is in use, after the connection of its attach was lost; the reply grants a lease.
+
+    The fields are those of the attach: `created` and `nbytes` as in the manifest, `since` of the first lease. Only on a
+    connection that holds nothing yet, so one lease for each connection.
+    """
+
+    model: str
+    generation: int
+    created: str
+    nbytes: int
+    since: str
+    op: Literal["renew"] = "renew"
 
 
 @dataclass(slots=True)
@@ -114,8 +133,9 @@ class Stop:
     op: Literal["stop"] = "stop"
 
 
-Request = Hello | Attach | Reserve | Publish | Status | Evict | Load | Verify | Reload | Subscribe | Stop
-WORKER_OPS = frozenset({"hello", "attach", "reserve", "publish", "status", "evict", "subscribe"})
+Request = Hello | Attach | Renew | Reserve | Publish | Status | Evict | Load | Verify | Reload | Subscribe | Stop
+WORKER_OPS = frozenset({"hello", "attach", "renew", "reserve", "publish", "status", "evict", "subscribe"})
+GUEST_OPS = frozenset({"hello", "attach", "renew", "status", "subscribe"})
 SERVICE_OPS = frozenset({"hello", "status", "load", "evict", "verify", "reload", "subscribe", "stop"})
 
 

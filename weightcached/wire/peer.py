@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import select
 import socket
 import struct
+from collections.abc import Collection
 from typing import NamedTuple
 
 from ..errors import PeerRefused
+from ..fds import OwnedFd
+
+_SO_PEERPIDFD = 77  # Linux 6.5; not in Python's socket module yet
 
 
 class Peer(NamedTuple):
@@ -18,9 +25,45 @@ class Peer(NamedTuple):
     command: str
 
 
+class PeerProcess:
+    """The process that connected, by its pidfd, which no other process ever gets. Owns it until `close`.
+
+    A connection may outlive that process, in a child that was forked with it: then the pid is nobody's, or another's.
+    """
+
+    def __init__(self, sock: socket.socket, pid: int) -> None:
+        """Of a connected socket's peer, which has that pid. Raises nothing: what is not known counts as running."""
+        self._gone = False
+        self._pidfd: OwnedFd | None = None
+        try:
+            self._pidfd = OwnedFd(_pidfd_of(sock, pid))
+        except OSError as error:  # also: no descriptor left, or a process of another pid namespace
+            self._gone = error.errno == errno.ESRCH
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is known to have ended. Asks the kernel, without waiting."""
+        if not self._gone and self._pidfd is not None:
+            poll = select.poll()
+            poll.register(self._pidfd.fileno(), select.POLLIN)
+            self._gone = bool(poll.poll(0))
+        return self._gone
+
+    def close(self) -> None:
+        if self._pidfd is not None:
+            self._pidfd.close()
+            self._pidfd = None
+
+
+def _pidfd_of(sock: socket.socket, pid: int) -> int:
+    with contextlib.suppress(OSError):  # an older kernel; or ended already, which the next call tells
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    return os.pidfd_open(pid)
+
+
 def peer_of(sock: socket.socket) -> Peer:
     """The peer of a connected socket."""
-    credentials = struct.Struct("3i")
+    credentials = struct.Struct("iII")
     pid, uid, _ = credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
     try:
         with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
@@ -30,7 +73,7 @@ def peer_of(sock: socket.socket) -> Peer:
     return Peer(pid, uid, command)
 
 
-def require_same_user(peer: Peer) -> None:
-    """`PeerRefused` unless the peer runs as this process's user."""
-    if peer.uid != os.geteuid():
-        raise PeerRefused(uid=peer.uid, allowed=[os.geteuid()])
+def require_user(peer: Peer, allowed: Collection[int]) -> None:
+    """`PeerRefused` unless the peer runs as one of the users."""
+    if peer.uid not in allowed:
+        raise PeerRefused(uid=peer.uid, allowed=sorted(allowed))

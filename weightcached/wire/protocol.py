@@ -5,18 +5,20 @@
     OPEN        any op of this side  IDLE_SECONDS after the last reply
     BUSY        none                 none: the reply is this side's business
     RESERVED    publish              none: loading takes its time, and a reservation lasts as long as its connection
-    HOLDING     any but publish      none: a lease or a subscription lasts as long as its connection
+    HOLDING     any but publish,     none: a lease or a subscription lasts as long as its connection
+                renew
     CLOSED      none
 
-A message that does not fit raises `ProtocolError`; the connection is then answered and closed by its owner.
+A message that does not fit raises `ProtocolError`; the connection is then answered and closed by its owner. An
+operation that is not for the peer's user raises `NotPermitted` and changes nothing.
 """
 
 from __future__ import annotations
 
 import enum
 
-from ..errors import ProtocolError, VersionMismatch, WrongDevice
-from .messages import PROTOCOL, Hello, Publish, Request
+from ..errors import NotPermitted, ProtocolError, VersionMismatch, WrongDevice
+from .messages import PROTOCOL, Hello, Publish, Renew, Request
 from .validate import parse_request
 
 HELLO_SECONDS = 5.0
@@ -45,9 +47,14 @@ _LIMITS: dict[State, float | None] = {
 class Session:
     """One connection's state. `now` is monotonic seconds, given by the caller each time."""
 
-    def __init__(self, *, ops: frozenset[str], device: str | None, version: str, now: float) -> None:
+    def __init__(
+        self, *, ops: frozenset[str], uid: int, allowed: frozenset[str], device: str | None, version: str, now: float
+    ) -> None:
+        """`ops` are those of this side, `allowed` those of them that are for the peer, whose user is `uid`."""
         self.client = ""
         self._ops = ops
+        self._uid = uid
+        self._allowed = allowed
         self._device = device
         self._version = version
         self._after_reply = State.OPEN
@@ -75,9 +82,13 @@ class Session:
             raise ProtocolError(problem="a second hello")
         if request.op not in self._ops:
             raise ProtocolError(problem=f"no operation {request.op!r} on this socket; there are {sorted(self._ops)}")
+        if request.op not in self._allowed:
+            raise NotPermitted(op=request.op, uid=self._uid, allowed=sorted(self._allowed - {"hello"}))
         publishing = isinstance(request, Publish)
         if publishing != (self._state is State.RESERVED):
             raise ProtocolError(problem="publish must follow reserve on the same connection, and nothing else may")
+        if isinstance(request, Renew) and self._holding:
+            raise ProtocolError(problem="renew on a connection that holds something; each lease has one of its own")
         if descriptors and not publishing:
             raise ProtocolError(problem=f"{request.op} carries {descriptors} descriptors, it takes none")
         self._after_reply = State.HOLDING if self._holding else State.OPEN

@@ -1,23 +1,26 @@
-"""The listening side: accepts peers of the same user, keeps their deadlines, hands requests to a handler.
+"""The listening side: accepts peers of the users it knows, keeps their deadlines, hands requests to a handler.
 
 A worker and a service are the same server with other operations. One slow, silent or hostile client costs one small
-object and a timer: every socket is non-blocking, every connection has a deadline for its next message.
+object and a timer: every socket is non-blocking, every connection has a deadline for its next message, a pace at which
+it is read, a most that it may hold, and is one of the share of its user.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 from .. import __version__
 from ..errors import PeerRefused, ProtocolError, WeightCacheError, to_wire
 from ..fds import FdSet, OwnedFd
 from .framing import Frame
-from .messages import PROTOCOL, Hello, Request
-from .peer import Peer, peer_of, require_same_user
+from .limits import MAX_HELD, Pace, Shares, connection_limit
+from .messages import GUEST_OPS, PROTOCOL, Hello, Request
+from .peer import Peer, PeerProcess, peer_of
 from .protocol import Session
 from .stream import Stream
 
@@ -25,6 +28,7 @@ from .stream import Stream
 Handler = Callable[["ServerConnection", Request, FdSet], dict[str, Any] | None]
 _ACCEPTS_PER_TURN = 64  # then the loop turns to the clients that are already in
 ACCEPT_PAUSE_SECONDS = 0.5  # when there is no descriptor for another client
+REFUSAL_LOG_SECONDS = 10.0  # between two lines about refused peers, of whom there may be any number
 _log = logging.getLogger(__name__)
 
 
@@ -36,7 +40,18 @@ class ServerConnection:
         self.on_close: list[Callable[[], object]] = []
         self._server = server
         self._loop = asyncio.get_running_loop()
-        self._session = Session(ops=server.ops, device=server.device, version=__version__, now=self._loop.time())
+        now = self._loop.time()
+        self._session = Session(
+            ops=server.ops,
+            uid=peer.uid,
+            allowed=server.ops_for(peer),
+            device=server.device,
+            version=__version__,
+            now=now,
+        )
+        self._pace = Pace(now)
+        self._sock = sock
+        self._process: PeerProcess | None = None
         self._stream = Stream(sock, self)
         self._timer: asyncio.TimerHandle | None = None
         self._set_timer()
@@ -44,6 +59,13 @@ class ServerConnection:
     @property
     def closed(self) -> bool:
         return self._stream.closed
+
+    def process(self) -> PeerProcess:
+        """The process at the other end, until the connection is closed."""
+        if self._process is None:
+            self._process = PeerProcess(self._sock, self.peer.pid)
+            self.on_close.append(self._process.close)
+        return self._process
 
     def hold(self) -> None:
         """The next reply grants a lease or a subscription."""
@@ -91,9 +113,14 @@ class ServerConnection:
         self._stream.close(reason)
 
     def message_received(self, data: bytes, fds: FdSet) -> None:
+        now = self._loop.time()
+        if pause := self._pace.read(now):
+            self._stream.pause(pause)
         with fds:  # what a handler has not taken out is closed here
             try:
-                request = self._session.receive(data, len(fds), self._loop.time())
+                if len(self.on_close) > MAX_HELD:
+                    raise ProtocolError(problem=f"{MAX_HELD} leases and the like are held; open another connection")
+                request = self._session.receive(data, len(fds), now)
                 self._set_timer()
                 _log.debug("> %s pid=%d", request, self.peer.pid)
                 if isinstance(request, Hello):
@@ -120,7 +147,7 @@ class ServerConnection:
         self._set_timer()
         while self.on_close:
             self.on_close.pop()()
-        self._server.connections.discard(self)
+        self._server.ended(self)
 
     def _answered(self) -> None:
         self._session.replied(self._loop.time())
@@ -148,7 +175,9 @@ class Server:
         device: str | None,
         instance: str,
         handle: Handler,
+        allow_uids: Collection[int] = (),
     ) -> None:
+        """`allow_uids`: other users who are let in, for the operations of `GUEST_OPS`."""
         listener.setblocking(False)
         self.ops = ops
         self.device = device
@@ -156,7 +185,11 @@ class Server:
         self.handle = handle
         self.connections: set[ServerConnection] = set()
         self._listener = listener
+        self._own = os.geteuid()
+        self._shares = Shares(connection_limit(), self._own, allow_uids)
         self._resume: asyncio.TimerHandle | None = None
+        self._refused = 0
+        self._refusals_logged = -REFUSAL_LOG_SECONDS
 
     def start(self) -> None:
         asyncio.get_running_loop().add_reader(self._listener, self._accept)
@@ -172,6 +205,15 @@ class Server:
     def greeting(self) -> dict[str, Any]:
         return {"protocol": PROTOCOL, "version": __version__, "device": self.device, "instance": self.instance}
 
+    def ops_for(self, peer: Peer) -> frozenset[str]:
+        """The operations that a peer may ask for."""
+        return self.ops if peer.uid == self._own else self.ops & GUEST_OPS
+
+    def ended(self, connection: ServerConnection) -> None:
+        """A connection is closed. Comes once for each."""
+        self.connections.discard(connection)
+        self._shares.give_back(connection.peer.uid)
+
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
             try:
@@ -186,12 +228,19 @@ class Server:
                 return
             peer = peer_of(sock)
             try:
-                require_same_user(peer)
+                self._shares.take(peer.uid)
             except PeerRefused as error:
-                _log.warning("%s (pid %d, %s)", error, peer.pid, peer.command)
+                self._log_refusal(error, peer)
                 _refuse(sock, error)
                 continue
             self.connections.add(ServerConnection(self, sock, peer))
+
+    def _log_refusal(self, error: PeerRefused, peer: Peer) -> None:
+        self._refused += 1
+        now = asyncio.get_running_loop().time()
+        if now - self._refusals_logged >= REFUSAL_LOG_SECONDS:
+            _log.warning("%s (pid %d, %s); refused since start: %d", error, peer.pid, peer.command, self._refused)
+            self._refusals_logged = now
 
 
 def _refuse(sock: socket.socket, error: PeerRefused) -> None:

@@ -15,6 +15,7 @@ from ..fds import FdSet, OwnedFd
 from . import framing
 
 MAX_QUEUED = 256  # messages; a peer that reads none of them is cut off
+MAX_QUEUED_DESCRIPTORS = 4 * framing.MAX_DESCRIPTORS  # the same for what the messages carry
 LAST_WORDS_SECONDS = 5.0  # for a peer to read why it is cut off
 
 
@@ -50,6 +51,7 @@ class Stream:
         self._loop = asyncio.get_running_loop()
         self._queue: collections.deque[tuple[framing.Frame, list[OwnedFd]]] = collections.deque()
         self._closing: str | None = None
+        self._queued_descriptors = 0
         self._loop.add_reader(sock, self._readable)
 
     @property
@@ -69,10 +71,20 @@ class Stream:
                 return
             undo.pop_all()
         self._queue.append((frame, kept))
+        self._queued_descriptors += len(kept)
         if len(self._queue) == 1:
             self._flush()
-        elif len(self._queue) > MAX_QUEUED and not self._trusted:
+        elif self._trusted:
+            return
+        elif len(self._queue) > MAX_QUEUED:
             self.close(f"{MAX_QUEUED} messages were not read")
+        elif self._queued_descriptors > MAX_QUEUED_DESCRIPTORS:
+            self.close(f"{MAX_QUEUED_DESCRIPTORS} descriptors were not received")
+
+    def pause(self, seconds: float) -> None:
+        """Reads nothing for a while; what the peer sends meanwhile waits in the socket. Call when not paused."""
+        self._loop.remove_reader(self._sock)
+        self._loop.call_later(seconds, self._resume)
 
     def close_when_sent(self, reason: str) -> None:
         """Reads no more, and closes after what is queued has gone out, or when the peer does not read it in time."""
@@ -94,6 +106,10 @@ class Stream:
         while self._queue:
             self._drop_first()
         self._owner.stream_closed(reason)
+
+    def _resume(self) -> None:
+        if not self.closed and self._closing is None:
+            self._loop.add_reader(self._sock, self._readable)
 
     def _readable(self) -> None:
         try:
@@ -128,6 +144,7 @@ class Stream:
 
     def _drop_first(self) -> None:
         frame, kept = self._queue.popleft()
+        self._queued_descriptors -= len(kept)
         frame.close()
         for item in kept:
             item.close()

@@ -2,32 +2,51 @@
 
     reserve ──► publish ──► current ──► replaced or evicted ──► draining ──► gone
                                │                                    │
-                             attach: a lease                  the last lease ends
+                     attach, renew: a lease                   the last lease ends
 
 `current` has one shard per model. A shard that is replaced or evicted while leases hold it is `draining`: the worker's
-own descriptors are closed at once, and its bytes count until the last holder's mapping is gone.
+own descriptors are closed at once, and its bytes count until the last holder's mapping is gone. What a client renews
+that is not here at all, since another worker held it, is draining from the start.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
-from ..errors import DeviceFull, KeyMismatch, ManifestError, ModelInUse, NoSuchModel, ProtocolError
+from ..devices import Memory
+from ..errors import KeyMismatch, ManifestError, ModelInUse, NoSuchModel, ProtocolError
 from ..fds import OwnedFd
-from ..shard.manifest import ManifestHead
-from ..wire.peer import Peer
+from ..shard.key import ShardKey
+from ..shard.manifest import ManifestHead, SlabEntry
+from ..text import holder
+from ..wire.messages import Renew
+from ..wire.peer import Peer, PeerProcess
+from .budget import Policies, choose_victims, device_full, free_bytes
+
+MAX_RENEWED_BYTES = 1 << 48  # more than any device has
+_MAX_GENERATION = 1 << 53
+_MAX_CREATED = 64  # characters of a time
+_MAX_SINCE = 40  # the same; RFC 3339 with nanoseconds has 35
 
 
 @dataclass(slots=True, eq=False)
 class Shard:
-    """One published shard. Owns its descriptors until `close`."""
+    """One published shard. Owns its descriptors until `close`.
+
+    `used` grows with every shard that is published or adopted, every lease and every end of one: the smallest is the
+    least recently used. `settling`: adopted a moment ago, so that without leases it is not known to be idle yet.
+    """
 
     head: ManifestHead
     manifest: OwnedFd
     slabs: list[OwnedFd]
     leases: dict[int, Lease] = field(default_factory=dict)
+    used: int = 0
+    settling: bool = False
 
     @property
     def model(self) -> str:
@@ -45,6 +64,16 @@ class Shard:
     @property
     def closed(self) -> bool:
         return self.manifest.closed
+
+    @property
+    def counted_bytes(self) -> int:
+        """Bytes that the shard takes of the limit."""
+        return self.head.nbytes
+
+    @property
+    def holders(self) -> list[str]:
+        """Who has it attached, as errors name them."""
+        return [lease.holder for lease in self.leases.values()]
 
     def close(self) -> None:
         for item in self.descriptors:
@@ -66,14 +95,65 @@ class Shard:
         }
 
 
+class UnheldShard(Shard):
+    """Memory that clients have mapped and this worker has no descriptors of. Known by what they say of it.
+
+    Its bytes count only by the word of the worker's own user: another one could take all room with a lie, and what it
+    really has mapped is missing from the device's free memory anyway.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, device: str, request: Renew) -> None:
+        self.head = ManifestHead(
+            model=request.model,
+            generation=request.generation,
+            device=device,
+            key=ShardKey(content="unknown"),
+            slabs=(SlabEntry(request.nbytes),),
+            tensor_count=0,
+            created=request.created,
+        )
+        self.leases = {}
+        self.used = 0
+        self.settling = False
+
+    @property
+    def counted_bytes(self) -> int:
+        own = os.geteuid()
+        return self.head.nbytes if any(lease.peer.uid == own for lease in self.leases.values()) else 0
+
+    @property
+    def descriptors(self) -> list[OwnedFd]:
+        return []
+
+    @property
+    def closed(self) -> bool:
+        return True
+
+
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One attached client; lasts as long as its connection. `since` is UTC in RFC 3339."""
+    """One attached client; lasts as long as its connection. `since` is UTC in RFC 3339.
+
+    Not shorter: where the `process` has ended and a child that it forked still has the connection, that child has the
+    memory as well. The lease goes on naming the process that attached, and says that it has ended.
+    """
 
     id: int
     shard: Shard
     peer: Peer
     since: str
+    process: PeerProcess | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.process is not None and self.process.ended
+
+    @property
+    def holder(self) -> str:
+        """As errors name it."""
+        return holder(self.peer.pid, self.peer.command, self.ended)
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -82,7 +162,21 @@ class Lease:
             "command": self.peer.command,
             "uid": self.peer.uid,
             "since": self.since,
+            "nbytes": self.shard.head.nbytes,
+            "ended": self.ended,
         }
+
+
+def held_since(text: str, now: datetime) -> str:
+    """The time since which a client says that it holds its lease, in UTC; now for what is no time, or one to come."""
+    since = now
+    if len(text) <= _MAX_SINCE:
+        try:
+            said = datetime.fromisoformat(text)
+            since = min(said.astimezone(UTC), now) if said.tzinfo else now
+        except (ValueError, OverflowError):  # the latter: a zone's difference at the ends of the calendar
+            since = now
+    return since.isoformat(timespec="seconds")
 
 
 @dataclass(slots=True, eq=False)
@@ -96,16 +190,18 @@ class Reservation:
 
 
 class Catalogue:
-    """The shards of one device. `limit` is the most bytes it may hold."""
+    """The shards of one device. `limit` is the most bytes it may hold; `policies` says what may be evicted for room."""
 
     def __init__(self, device: str, limit: int) -> None:
         self.device = device
         self.limit = limit
+        self.policies: Policies = {}
         self._current: dict[str, Shard] = {}
         self._draining: list[Shard] = []
         self._reservations: list[Reservation] = []
         self._generations: dict[str, int] = {}
         self._lease_ids = itertools.count(1)
+        self._uses = itertools.count(1)
 
     @property
     def shards(self) -> list[Shard]:
@@ -117,9 +213,14 @@ class Catalogue:
         return list(self._reservations)
 
     @property
+    def reserved(self) -> int:
+        """Bytes of all reservations."""
+        return sum(item.nbytes for item in self._reservations)
+
+    @property
     def held(self) -> int:
         """Bytes of all shards and reservations."""
-        return sum(shard.head.nbytes for shard in self.shards) + sum(item.nbytes for item in self._reservations)
+        return sum(shard.counted_bytes for shard in self.shards) + self.reserved
 
     def remember_generations(self, generations: dict[str, int]) -> None:
         """Numbers that were already given out before this worker started; new ones go on from there."""
@@ -129,26 +230,19 @@ class Catalogue:
     def find(self, model: str) -> Shard | None:
         return self._current.get(model)
 
-    def reserve(self, model: str, nbytes: int, peer: Peer, device_free: int) -> Reservation:
-        """Admits a publisher, or raises `DeviceFull` with what is needed, what is free and who holds the rest.
+    def victims(self, model: str, nbytes: int, memory: Memory) -> list[Shard]:
+        """What must be evicted, in this order, before `nbytes` of `model` can be reserved; often nothing.
 
-        `device_free`: bytes that nobody uses on the device now. What other reservations may still take of them is not
-        free, and nobody knows how much they have taken already: beside a publisher in mid work this errs on the
-        safe side.
+        `memory`: the device's, now. `DeviceFull` if nothing helps.
         """
+        return choose_victims(self, model, nbytes, memory)
+
+    def reserve(self, model: str, nbytes: int, peer: Peer, memory: Memory) -> Reservation:
+        """Admits a publisher into what is free, or raises `DeviceFull`; see `budget`. `memory`: the device's, now."""
         if nbytes < 0:
             raise ProtocolError(problem=f"a reservation of {nbytes} bytes")
-        unallocated = sum(item.nbytes for item in self._reservations)
-        free = min(self.limit - self.held, device_free - unallocated)
-        if nbytes > free:
-            raise DeviceFull(
-                device=self.device,
-                needed=nbytes,
-                free=max(free, 0),
-                limit=self.limit,
-                holders=[f"{shard.model} {shard.head.nbytes} bytes" for shard in self.shards]
-                + [f"{item.model} {item.nbytes} bytes (loading)" for item in self._reservations],
-            )
+        if nbytes > free_bytes(self, memory):
+            raise device_full(self, model, nbytes, memory)
         generation = self._generations.get(model, 0) + 1
         self._generations[model] = generation
         reservation = Reservation(model, nbytes, generation, peer)
@@ -184,6 +278,7 @@ class Catalogue:
             shard.close()
             return shard
         self._current[shard.model] = shard
+        shard.used = next(self._uses)
         if other is not None:
             self._drain(other)
         return other
@@ -193,15 +288,36 @@ class Catalogue:
         if differences := shard.head.key.differences(wanted):
             raise KeyMismatch(model=shard.model, differences=differences)
 
-    def lease(self, shard: Shard, peer: Peer, since: str) -> Lease:
-        lease = Lease(next(self._lease_ids), shard, peer, since)
+    def lease(self, shard: Shard, peer: Peer, since: str, process: PeerProcess | None = None) -> Lease:
+        lease = Lease(next(self._lease_ids), shard, peer, since, process)
         shard.leases[lease.id] = lease
+        shard.used = next(self._uses)
         return lease
+
+    def renew(self, request: Renew, peer: Peer, since: str, process: PeerProcess | None = None) -> Lease:
+        """A lease for a client that had one of a worker before this one, and has the memory mapped.
+
+        It is on the shard here that is the same one: services that did not know of each other may have given out a
+        number twice, so the time of making is compared too. On an `UnheldShard` if there is none. `ProtocolError` for
+        what no shard can be.
+        """
+        if not (0 < request.generation <= _MAX_GENERATION and 0 <= request.nbytes <= MAX_RENEWED_BYTES):
+            raise ProtocolError(problem=f"no shard is generation {request.generation} of {request.nbytes} bytes")
+        if len(request.created) > _MAX_CREATED:
+            raise ProtocolError(problem=f"no shard was created at a time of {len(request.created)} characters")
+        wanted = (request.model, request.generation, request.created, request.nbytes)
+        for shard in self.shards:
+            if (shard.model, shard.generation, shard.head.created, shard.head.nbytes) == wanted:
+                return self.lease(shard, peer, since, process)
+        unheld = UnheldShard(self.device, request)
+        self._draining.append(unheld)
+        return self.lease(unheld, peer, since, process)
 
     def end_lease(self, lease: Lease) -> None:
         """The holder is gone. The last lease of a draining shard ends the shard."""
         shard = lease.shard
         shard.leases.pop(lease.id, None)
+        shard.used = next(self._uses)
         if shard in self._draining and not shard.leases:
             self._draining.remove(shard)
 
@@ -211,8 +327,7 @@ class Catalogue:
         if shard is None:
             raise NoSuchModel(model=model, device=self.device, known=sorted(self._current))
         if shard.leases and not force:
-            holders = [f"pid {lease.peer.pid} ({lease.peer.command})" for lease in shard.leases.values()]
-            raise ModelInUse(model=model, device=self.device, holders=holders)
+            raise ModelInUse(model=model, device=self.device, holders=shard.holders)
         del self._current[model]
         self._drain(shard)
         return shard

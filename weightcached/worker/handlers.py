@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from ..errors import (
+    DeviceError,
     ManifestError,
     ModelFailed,
     ModelLoading,
@@ -20,12 +21,16 @@ from ..errors import (
     WrongDevice,
 )
 from ..fds import FdSet
-from ..probe import probe_memory
-from ..wire.messages import Attach, Evict, Publish, Request, Reserve, Subscribe
+from ..trace import point
+from ..wire.messages import Attach, Evict, Publish, Renew, Request, Reserve, Subscribe
 from ..wire.server import ServerConnection
 from ..wire.validate import parse_manifest
-from .catalogue import Catalogue, Lease, Reservation, Shard
+from .budget import ModelPolicy
+from .catalogue import Catalogue, Lease, Reservation, Shard, held_since
+from .losses import Losses
 from .memory import give_back_unused
+from .room import Room
+from .settling import Settling
 from .slabs import check_slabs
 
 Tell = Callable[..., None]
@@ -56,17 +61,27 @@ class Handlers:
         self._catalogue = catalogue
         self._instance = instance
         self._tell = tell
+        self._settling = Settling(catalogue)
+        self._room = Room(catalogue, self._settling, self._evicted)
         self._models: dict[str, dict[str, Any]] = {}
         self._reservations: dict[ServerConnection, Reservation] = {}
         self._publishing: dict[tuple[str, int], Pending] = {}
         self._waiting: dict[ServerConnection, Waiting] = {}
         self._subscribers: set[ServerConnection] = set()
+        self._losses = Losses(catalogue, lambda shard: self.drop(describe(shard)), self._announce)
+
+    def begin(self) -> None:
+        """Everything is adopted, and the first client is about to come."""
+        self._settling.begin()
 
     def handle(self, connection: ServerConnection, request: Request, fds: FdSet) -> dict[str, Any] | None:
         """Answers one request, now or later (`wire.server.Handler`)."""
         match request:
             case Attach():
                 self._attach(connection, request)
+                return None
+            case Renew():
+                self._renew(connection, request)
                 return None
             case Reserve():
                 connection.reply_later(self._reserve(connection, request))
@@ -75,7 +90,12 @@ class Handlers:
                 self._publish(connection, fds)
                 return None
             case Evict():
-                return self._evict(request)
+                shard = self._catalogue.find(request.model)
+                if shard is not None and shard.settling and not request.force:
+                    connection.reply_later(self._evict_settled(request))
+                else:
+                    connection.reply_later(self._gone(self._evict(request)))
+                return None
             case Subscribe():
                 self._subscribers.add(connection)
                 connection.on_close.append(lambda: self._subscribers.discard(connection))
@@ -91,31 +111,44 @@ class Handlers:
             "pid": os.getpid(),
             "limit": catalogue.limit,
             "held": catalogue.held,
-            "shards": [shard.describe() for shard in catalogue.shards],
+            "settles_in": round(self._settling.seconds_left, 3),
+            "shards": [
+                {**shard.describe(), "pin": shard.model in catalogue.policies and catalogue.policies[shard.model].pin}
+                for shard in catalogue.shards
+            ],
             "reservations": [
                 {"model": item.model, "nbytes": item.nbytes, "pid": item.peer.pid} for item in catalogue.reservations
             ],
         }
 
     def models_changed(self, models: dict[str, dict[str, Any]]) -> None:
-        """The service's word on its models: name -> {"state", "progress", "reason", "whole"}. Waiting clients are told.
+        """The service's word on its models (`service.models.Model.for_worker`). Waiting clients are told.
 
         A model that has become whole is given to those who wait for it.
         """
         known, self._models = self._models, models
+        policy_fields = ModelPolicy._fields
+        self._catalogue.policies = {
+            name: ModelPolicy(**{key: state[key] for key in policy_fields if key in state})
+            for name, state in models.items()
+        }
         for connection, waiting in list(self._waiting.items()):
             name = waiting.request.model
             state = models.get(name, {})
             if (shard := self._find(waiting.request)) is not None:
                 self._grant_waiting(connection, shard)
                 continue
+            before = known.get(name, {}).get("state")
             if state.get("state") == "failed":
+                if before == "failed" and state.get("retry"):  # of a load before this client asked for another one
+                    continue
                 if self._end_wait(connection):
                     connection.fail(self._absent(name))
                 continue
-            if name not in known:  # it was asked for before the service had named its models
+            if name not in known or (before == "cached" and state.get("state") == "absent"):
+                # It was asked for before the service had named its models, or heard that this one is evicted.
                 self._want(name)
-            elif state.get("state") == "absent" and known[name].get("state") in ("queued", "loading"):
+            elif state.get("state") == "absent" and before in ("queued", "loading"):
                 # Evicted by an operator in mid load: waiting on would be for nothing, loading again against his word.
                 if self._end_wait(connection):
                     connection.fail(ModelFailed(model=name, device=self._catalogue.device, reason="called off"))
@@ -127,9 +160,17 @@ class Handlers:
         """The service holds its copies: the shard is published now, and its publisher is told."""
         pending = self._publishing.pop((model, generation))
         self._catalogue.release(pending.reservation)
+        try:
+            self._losses.require_device()
+        except DeviceError as error:
+            pending.shard.close()
+            self.drop(describe(pending.shard))
+            pending.connection.fail(error)
+            return
         replaced = self._catalogue.insert(pending.shard)
+        point("worker.held")
         if replaced is not None:
-            self._tell({"drop": describe(replaced)})
+            self.drop(describe(replaced))
         pending.connection.reply(describe(pending.shard))
         if replaced is pending.shard:  # a later one was done first
             return
@@ -138,6 +179,38 @@ class Handlers:
             if waiting.request.model == model and self._find(waiting.request) is not None:
                 self._grant_waiting(connection, pending.shard)
 
+    def drop(self, name: dict[str, Any]) -> None:
+        """Tells the service to let go of a shard that is not current any more; see `dropped`. `name` as `describe`."""
+        self._room.leaving(name["model"], name["generation"])
+        self._tell({"drop": name})
+
+    def dropped(self, model: str, generation: int) -> None:
+        """The service has let go of a shard: but for those who have it mapped, its memory is free."""
+        self._room.left(model, generation)
+
+    def unneeded(self, model: str, generation: int, room_for: str) -> None:
+        """Another rank of the model was evicted to make room, so this one goes as well, unless somebody uses it."""
+        self._settling.then(lambda: self._evict_unneeded(model, generation, room_for))
+
+    def _evict_unneeded(self, model: str, generation: int, room_for: str) -> None:
+        shard = self._catalogue.find(model)
+        if shard is not None and shard.generation == generation and not shard.leases:
+            self._catalogue.evict(model, force=False)
+            self.drop(describe(shard))
+            self._announce("evicted", shard, reason=f"room for {room_for}")
+
+    def device_lost(self, reason: str | None) -> None:
+        """The device is lost for this reason, and all that was on it; None: it is there again, and empty."""
+        self._losses.device(reason)
+        for connection in list(self._waiting) if reason is not None else ():
+            waiting = self._end_wait(connection)
+            if waiting is not None:
+                connection.fail(ModelFailed(model=waiting.request.model, device=self._catalogue.device, reason=reason))
+
+    def shard_lost(self, model: str, generation: int, reason: str) -> None:
+        """What is in one shard is not what was published."""
+        self._losses.shard(model, generation, reason)
+
     def close(self) -> None:
         """Closes the descriptors of publishes that were never confirmed."""
         for pending in self._publishing.values():
@@ -145,17 +218,21 @@ class Handlers:
         self._publishing.clear()
 
     def _attach(self, connection: ServerConnection, request: Attach) -> None:
+        if self._losses.reason is not None:
+            raise ModelFailed(model=request.model, device=self._catalogue.device, reason=self._losses.reason)
         shard = self._find(request)
         if shard is not None:
             self._grant(connection, request, shard)
             return
         absent = self._absent(request.model)
-        if request.wait <= 0 or isinstance(absent, ModelFailed):
+        if request.wait <= 0 or (isinstance(absent, ModelFailed) and not self._may_retry(request.model)):
             raise absent
         self._want(request.model)
         timer = asyncio.get_running_loop().call_later(request.wait, self._waited_enough, connection)
         self._waiting[connection] = Waiting(request, timer)
         connection.on_close.append(lambda: self._forget(connection))
+        state = self._models.get(request.model, {})
+        connection.event({"model": request.model, "state": state.get("state"), "progress": state.get("progress", 0.0)})
 
     def _find(self, request: Attach) -> Shard | None:
         """The shard that a request is for, None while it may not be given out.
@@ -168,16 +245,35 @@ class Handlers:
         return None
 
     def _want(self, model: str) -> None:
-        if self._models.get(model, {}).get("state") == "absent":
+        if self._models.get(model, {}).get("state") == "absent" or self._may_retry(model):
             self._tell({"wanted": {"model": model}})
+
+    def _may_retry(self, model: str) -> bool:
+        """Whether its last load failed for want of room, which may be there by now."""
+        state = self._models.get(model, {})
+        return state.get("state") == "failed" and bool(state.get("retry"))
 
     def _grant(self, connection: ServerConnection, request: Attach, shard: Shard) -> None:
         self._catalogue.check_key(shard, request.key)
-        lease = self._catalogue.lease(shard, connection.peer, datetime.now(UTC).isoformat(timespec="seconds"))
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        lease = self._catalogue.lease(shard, connection.peer, now, connection.process())
+        connection.reply(self._granted(connection, lease), shard.descriptors)
+
+    def _renew(self, connection: ServerConnection, request: Renew) -> None:
+        point("worker.renew")
+        since = held_since(request.since, datetime.now(UTC))
+        lease = self._catalogue.renew(request, connection.peer, since, connection.process())
+        connection.reply(self._granted(connection, lease))
+        if self._losses.reason is not None:  # it was away when the others were told
+            connection.event({"what": "lost", **describe(lease.shard), "reason": self._losses.reason})
+
+    def _granted(self, connection: ServerConnection, lease: Lease) -> dict[str, Any]:
+        """The reply that grants a lease, which lasts as long as the connection."""
         connection.on_close.append(lambda: self._end_lease(lease))
+        self._losses.attached(lease, connection)
         connection.hold()
-        reply = {"model": shard.model, "generation": shard.generation, "lease": lease.id}
-        connection.reply(reply, shard.descriptors)
+        shard = lease.shard
+        return {"model": shard.model, "generation": shard.generation, "lease": lease.id, "since": lease.since}
 
     def _grant_waiting(self, connection: ServerConnection, shard: Shard) -> None:
         """Ends a wait with the shard, or with why it is not what the client asked for."""
@@ -194,8 +290,8 @@ class Handlers:
         self._announce("released", lease.shard)
 
     async def _reserve(self, connection: ServerConnection, request: Reserve) -> dict[str, Any]:
-        memory = await asyncio.to_thread(probe_memory, self._catalogue.device)
-        reservation = self._catalogue.reserve(request.model, request.nbytes, connection.peer, memory.free)
+        self._losses.require_device()
+        reservation = await self._room.reserve(request.model, request.nbytes, connection.peer)
         self._reservations[connection] = reservation
         connection.on_close.append(lambda: self._end_reservation(connection))
         connection.reserved()
@@ -208,12 +304,14 @@ class Handlers:
     def _publish(self, connection: ServerConnection, fds: FdSet) -> None:
         reservation = self._reservations[connection]
         try:
+            self._losses.require_device()
             if not len(fds):
                 raise ManifestError(problem="publish carries no descriptors")
             head, _ = parse_manifest(next(iter(fds)).fileno())
             give_back_unused()
             self._catalogue.check_publish(reservation, head)
             check_slabs(head, list(fds)[1:])
+            point("worker.publish-checked")
         except WeightCacheError:
             self._end_reservation(connection)
             raise
@@ -223,14 +321,30 @@ class Handlers:
         shard = Shard(head, manifest, slabs)
         self._publishing[head.model, head.generation] = Pending(connection, reservation, shard)
         self._tell({"hold": describe(shard)}, shard.descriptors)
+        point("worker.hold-told")
 
-    def _evict(self, request: Evict) -> dict[str, Any]:
+    def _evict(self, request: Evict) -> Shard:
         if request.device not in (None, self._catalogue.device):
             raise WrongDevice(wanted=request.device, found=self._catalogue.device)
         shard = self._catalogue.evict(request.model, force=request.force)
-        self._tell({"drop": describe(shard)})
+        point("worker.evicted")
+        self.drop(describe(shard))
         self._announce("evicted", shard)
+        return shard
+
+    async def _evict_settled(self, request: Evict) -> dict[str, Any]:
+        await self._settling.over()
+        return await self._gone(self._evict(request))
+
+    async def _gone(self, shard: Shard) -> dict[str, Any]:
+        """The reply to an eviction: when the service has let go as well, and only holders keep the memory."""
+        await self._room.settled()
         return {**describe(shard), "draining": [lease.describe() for lease in shard.leases.values()]}
+
+    def _evicted(self, shard: Shard, room_for: str) -> None:
+        """A shard has gone so that another model fits."""
+        self.drop({**describe(shard), "room_for": room_for})
+        self._announce("evicted", shard, reason=f"room for {room_for}")
 
     def _absent(self, model: str) -> WeightCacheError:
         """Why a model is not here, or not whole, as well as the service knows."""
@@ -262,9 +376,10 @@ class Handlers:
             waiting.timer.cancel()
         return waiting
 
-    def _announce(self, what: str, shard: Shard) -> None:
-        for connection in list(self._subscribers):
-            connection.event({"what": what, **describe(shard)})
+    def _announce(self, what: str, shard: Shard, *, to: Iterable[ServerConnection] = (), **more: Any) -> None:
+        """Tells subscribers, and these."""
+        for connection in {*to, *self._subscribers}:
+            connection.event({"what": what, **describe(shard), **more})
 
 
 def describe(shard: Shard) -> dict[str, Any]:

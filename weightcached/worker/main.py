@@ -10,12 +10,17 @@ Channel, service to worker:
     {"serve": {"generations": {...}}}                   everything is adopted: begin to accept
     {"held": {"model", "generation"}}                   the service holds its copies of a published shard
     {"models": {name: {...}}}                           what becomes of each model, and which may be given out
+    {"dropped": {"model", "generation"}}                the service and its manager have let go of a dropped shard
+    {"unneeded": {"model", "generation", "room_for"}}   its other ranks were evicted: this one may go, if it is idle
+    {"lost": {"reason"}}                                the device is lost, and all that was on it, until it is back
+    {"lost": {"reason", "model", "generation"}}         only this shard is
+    {"back": {}}                                        a lost device is there again
 
 Channel, worker to service:
 
     {"serving": {}}
     {"hold": {"model", "generation", "nbytes"}} + descriptors    keep copies of this shard
-    {"drop": {"model", "generation"}}                            close them
+    {"drop": {"model", "generation", "room_for"}}                close them; with `room_for`: evicted so that it fits
     {"wanted": {"model"}}                                        a client waits for a model that is not being loaded
 """
 
@@ -40,7 +45,16 @@ from .memory import give_back_unused
 _log = logging.getLogger(__name__)
 
 
-def run(*, device: str, instance: str, limit: int, channel_fd: int, listener_fd: int, lock_fd: int) -> int:
+def run(
+    *,
+    device: str,
+    instance: str,
+    limit: int,
+    channel_fd: int,
+    listener_fd: int,
+    lock_fd: int,
+    allow_uids: tuple[int, ...] = (),
+) -> int:
     """Serves until the service closes the channel. Takes over the three descriptors. Returns the exit code.
 
     0: the service has ended. 1: it sent what this worker does not understand; it starts another with what it holds.
@@ -51,16 +65,25 @@ def run(*, device: str, instance: str, limit: int, channel_fd: int, listener_fd:
         socket.socket(fileno=channel_fd) as channel,
         socket.socket(fileno=listener_fd) as listener,
     ):
-        return asyncio.run(Worker(device, instance, limit, listener).run(channel))
+        return asyncio.run(Worker(device, instance, limit, listener, allow_uids).run(channel))
 
 
 class Worker:
     """One device's catalogue behind its socket, and the channel to the service."""
 
-    def __init__(self, device: str, instance: str, limit: int, listener: socket.socket) -> None:
+    def __init__(
+        self, device: str, instance: str, limit: int, listener: socket.socket, allow_uids: tuple[int, ...]
+    ) -> None:
         self._catalogue = Catalogue(device, limit)
         self._handlers = Handlers(self._catalogue, instance, self._tell)
-        self._server = Server(listener, ops=WORKER_OPS, device=device, instance=instance, handle=self._handlers.handle)
+        self._server = Server(
+            listener,
+            ops=WORKER_OPS,
+            device=device,
+            instance=instance,
+            handle=self._handlers.handle,
+            allow_uids=allow_uids,
+        )
         self._channel: Stream | None = None
         self._ended = asyncio.Event()
         self._exit_code = 0
@@ -105,12 +128,23 @@ class Worker:
                 self._adopt(model, generation, fds)
             case {"serve": {"generations": dict(generations)}}:
                 self._catalogue.remember_generations(generations)
+                self._handlers.begin()
                 self._server.start()
                 self._tell({"serving": {}})
             case {"held": {"model": str(model), "generation": int(generation)}}:
                 self._handlers.held(model, generation)
             case {"models": dict(models)}:
                 self._handlers.models_changed(models)
+            case {"dropped": {"model": str(model), "generation": int(generation)}}:
+                self._handlers.dropped(model, generation)
+            case {"unneeded": {"model": str(model), "generation": int(generation), "room_for": str(room_for)}}:
+                self._handlers.unneeded(model, generation, room_for)
+            case {"lost": {"reason": str(reason), "model": str(model), "generation": int(generation)}}:
+                self._handlers.shard_lost(model, generation, reason)
+            case {"lost": {"reason": str(reason)}}:
+                self._handlers.device_lost(reason)
+            case {"back": _}:
+                self._handlers.device_lost(None)
             case _:
                 raise ProtocolError(problem=f"the service sent {sorted(message)}")
 
@@ -120,12 +154,12 @@ class Worker:
             give_back_unused()
         except ManifestError as error:  # written by another version; memory that nobody can use is not kept
             _log.error("%s generation %d cannot be adopted and is dropped: %s", model, generation, error)
-            self._tell({"drop": {"model": model, "generation": generation}})
+            self._handlers.drop({"model": model, "generation": generation})
             return
         manifest, *slabs = fds.steal_all()
         superseded = self._catalogue.insert(Shard(head, manifest, slabs))
         if superseded is not None:  # the worker before this one died between a switch and telling of it
-            self._tell({"drop": describe(superseded)})
+            self._handlers.drop(describe(superseded))
 
     def _tell(self, message: dict[str, object], fds: list[OwnedFd] | tuple[OwnedFd, ...] = ()) -> None:
         if self._channel is not None:

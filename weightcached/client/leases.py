@@ -1,0 +1,34 @@
+"""Leases: why a worker counts a shard as in use."""
+
+from __future__ import annotations
+
+import weakref
+
+from .keeper import Closable, Grant, Line, keep
+
+
+class Lease:
+    """The shard counts as in use while this object lives. Takes over the connection of an attach.
+
+    It ends with that connection, unless it is kept. It belongs to one process: a child that is forked holds the
+    connection as well, so that the worker counts the shard as in use, by this process, until both have ended; but the
+    child renews nothing.
+    """
+
+    def __init__(self, connection: Closable) -> None:
+        self._line = Line(connection)
+        weakref.finalize(self, self._line.end)
+
+    def keep(self, grant: Grant) -> None:
+        """From now on it is renewed when its connection ends. Nobody else may use or close that any more."""
+        keep(self._line, grant)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no worker counts it any more: it was dropped, or refused when it was to be renewed."""
+        return self._line.ended
+
+    @property
+    def lost(self) -> str | None:
+        """Why the memory's content is lost, None while it is good."""
+        return self._line.lost
