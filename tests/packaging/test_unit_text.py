@@ -1,95 +1,25 @@
-"""The unit's text: what systemd 252 accepts, enforces, and was given on purpose."""
+"""The unit for one user, as text: what systemd 252 accepts, enforces, and was given on purpose."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.packaging.units import FLOOR, SHIPPED, exposure, parse, require_floor, verify, version_of
 from weightcached.errors import ConfigError, LockHeld
 
-UNITS = Path(__file__).resolve().parents[2] / "packaging" / "systemd" / "user"
-UNIT = UNITS / "weightcached@.service"
-EXAMPLE = UNITS / "weightcached@.service.d" / "venv.conf.example"
-FLOOR = 252
-
-# The systemd release that introduced each directive ("Added in version" in the man pages of systemd 257). What has no
-# such note is older than 187, the oldest that they name.
-INTRODUCED = {
-    "Unit": {"Description": 201, "StartLimitIntervalSec": 229, "StartLimitBurst": 229},
-    "Service": {
-        "Type": 187,
-        "NotifyAccess": 187,
-        "ExecStart": 187,
-        "ExecReload": 187,
-        "SyslogIdentifier": 187,
-        "TimeoutStartSec": 188,
-        "TimeoutStopSec": 188,
-        "KillMode": 187,
-        "OOMPolicy": 243,
-        "Restart": 187,
-        "RestartSec": 187,
-        "RestartPreventExitStatus": 189,
-        "NoNewPrivileges": 187,
-        "UMask": 187,
-        "LockPersonality": 235,
-        "RestrictRealtime": 231,
-        "RestrictSUIDSGID": 242,
-        "RestrictNamespaces": 233,
-        "RestrictAddressFamilies": 211,
-        "SystemCallArchitectures": 209,
-        "SystemCallFilter": 187,
-        "SystemCallErrorNumber": 209,
-    },
-    "Install": {"WantedBy": 201},
-}
-
-
-def parse(path: Path) -> dict[str, dict[str, list[str]]]:
-    """Section -> directive -> its values in order. Fails on anything that is not a section, directive or comment."""
-    sections: dict[str, dict[str, list[str]]] = {}
-    current: dict[str, list[str]] | None = None
-    for line in path.read_text().splitlines():
-        if not line.strip() or line.startswith("#"):
-            continue
-        if header := re.fullmatch(r"\[(\w+)\]", line):
-            current = sections.setdefault(header[1], {})
-            continue
-        directive = re.fullmatch(r"(\w+)=(.*)", line)
-        assert directive is not None, f"not a directive: {line!r}"
-        assert current is not None, f"outside of a section: {line!r}"
-        current.setdefault(directive[1], []).append(directive[2])
-    return sections
+UNIT = SHIPPED / "user" / "weightcached@.service"
+EXAMPLES = UNIT.with_name("weightcached@.service.d")
+TWICE = {"SystemCallFilter"}  # what is allowed, then what of it is not
 
 
 def service(name: str) -> str:
     """The one value of a [Service] directive."""
     (value,) = parse(UNIT)["Service"][name]
     return value
-
-
-def analyze(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs systemd-analyze as a user whose home and first unit folder are in ``folder``."""
-    if shutil.which("systemd-analyze") is None:
-        pytest.skip("needs systemd-analyze (Debian package systemd)")
-    env = {
-        "PATH": os.environ["PATH"],
-        "LANG": "C.UTF-8",
-        "SYSTEMD_COLORS": "0",
-        "HOME": str(folder / "home"),
-        "XDG_RUNTIME_DIR": str(folder),
-        "SYSTEMD_UNIT_PATH": f"{folder}:",  # the empty entry stands for the usual folders
-    }
-    command = ["systemd-analyze", "--user", *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=50)
-
-
-def verify(unit: Path) -> subprocess.CompletedProcess[str]:
-    return analyze(unit.parent, "verify", "--man=no", "--recursive-errors=no", str(unit))
 
 
 @pytest.fixture
@@ -102,16 +32,22 @@ def installed(tmp_path: Path) -> Path:
     return Path(shutil.copy(UNIT, tmp_path))
 
 
+def add_drop_in(unit: Path, example: str) -> None:
+    """Installs a shipped example as its first lines say."""
+    folder = unit.parent / "weightcached@.service.d"
+    folder.mkdir()
+    shutil.copy(EXAMPLES / example, folder / example.removesuffix(".example"))
+
+
 def test_every_directive_is_as_old_as_the_floor() -> None:
-    """The unit uses exactly the directives of the golden list, and each exists in systemd 252."""
-    used = {section: set(directives) for section, directives in parse(UNIT).items()}
-    assert used == {section: set(directives) for section, directives in INTRODUCED.items()}
-    assert all(version <= FLOOR for directives in INTRODUCED.values() for version in directives.values())
+    """Each directive of the unit exists in systemd 252."""
+    assert all(version_of(section, name) <= FLOOR for section, names in parse(UNIT).items() for name in names)
 
 
 def test_no_directive_is_given_twice() -> None:
     """Each directive stands once, so that the value read is the value meant."""
-    assert not [name for section in parse(UNIT).values() for name, values in section.items() if len(values) != 1]
+    counts = {name: len(values) for names in parse(UNIT).values() for name, values in names.items()}
+    assert {name for name, count in counts.items() if count != 1} == TWICE
 
 
 def test_systemd_finds_nothing_to_say(installed: Path) -> None:
@@ -138,29 +74,60 @@ def test_verify_would_notice(installed: Path, before: str, after: str) -> None:
     assert (result.returncode, result.stderr) != (0, "")
 
 
+def test_examples_are_not_read_as_shipped() -> None:
+    """Copied with the whole folder, an example changes nothing: systemd reads *.conf only."""
+    names = sorted(path.name for path in EXAMPLES.iterdir())
+    assert names == ["sandbox.conf.example", "systemd-254.conf.example", "venv.conf.example"]
+
+
 def test_drop_in_example_takes_the_command_over(installed: Path) -> None:
-    """Copied without its suffix, the example is a drop-in that systemd accepts; as shipped, it is not read."""
-    assert EXAMPLE.suffix != ".conf"
-    assert parse(EXAMPLE) == {
+    """Copied without its suffix, the example for a virtual environment is a drop-in that systemd accepts."""
+    assert parse(EXAMPLES / "venv.conf.example") == {
         "Service": {"ExecStart": ["", "%h/weightcached/.venv/bin/weightcached serve --instance %i"]}
     }
     (installed.parent / "home/.local/bin/weightcached").unlink()
     assert verify(installed).returncode != 0, "without the drop-in the command is missing"
-    drop_ins = installed.parent / "weightcached@.service.d"
-    drop_ins.mkdir()
-    shutil.copy(EXAMPLE, drop_ins / "venv.conf")
+    add_drop_in(installed, "venv.conf.example")
     result = verify(installed)
     assert (result.returncode, result.stderr) == (0, "")
 
 
+def test_sandbox_example_is_for_the_floor_too(installed: Path) -> None:
+    """Every directive of the sandbox exists in systemd 252, which accepts it beside the unit."""
+    sandbox = parse(EXAMPLES / "sandbox.conf.example")["Service"]
+    assert all(version_of("Service", name) <= FLOOR for name in sandbox)
+    assert sandbox["PrivateUsers"] == ["yes"], "without it 252 ignores the rest"
+    add_drop_in(installed, "sandbox.conf.example")
+    result = verify(installed)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_newer_example_is_unknown_to_the_floor_by_name(installed: Path) -> None:
+    """What 252 has to say of the example for 254 is that it does not know each of its keys, and nothing else."""
+    require_floor(installed.parent)
+    keys = list(parse(EXAMPLES / "systemd-254.conf.example")["Service"])
+    assert {version_of("Service", key) for key in keys} == {254}
+    add_drop_in(installed, "systemd-254.conf.example")
+    result = verify(installed)
+    said = [line.partition(": ")[2] for line in result.stderr.splitlines()]
+    assert said == [f"Unknown key '{key}' in section [Service], ignoring." for key in keys]
+
+
 def test_hardening_does_not_loosen(installed: Path) -> None:
-    """systemd 252 rates the unit's exposure 6.3 of 10; the number may only go down."""
-    version = re.search(r"systemd (\d+)", analyze(installed.parent, "--version").stdout)
-    if version is None or int(version[1]) != FLOOR:
-        pytest.skip(f"the rating is compared on systemd {FLOOR} only: each release rates differently")
-    result = analyze(installed.parent, "security", "--offline=true", "--no-pager", "--threshold=63", str(installed))
+    """systemd 252 rates the unit's exposure 6.0 of 10; the number may only go down."""
+    require_floor(installed.parent)
+    result = exposure(installed, at_most=60)
     assert result.returncode == 0, result.stdout
     assert "Overall exposure level" in result.stdout
+    assert exposure(installed, at_most=59).returncode == 1, "it is better than this test says: lower the number"
+
+
+def test_sandbox_tightens(installed: Path) -> None:
+    """With the sandbox the rating is 5.0."""
+    require_floor(installed.parent)
+    add_drop_in(installed, "sandbox.conf.example")
+    assert exposure(installed, at_most=50).returncode == 0
+    assert exposure(installed, at_most=49).returncode == 1
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:
@@ -173,6 +140,7 @@ def test_devices_and_runtime_directory_stay_visible() -> None:
     """None of the directives that hide the GPU's device nodes, /tmp or the sockets from engines, or delete sockets."""
     hiding = {"PrivateDevices", "PrivateTmp", "PrivateIPC", "PrivateUsers", "ProtectHome", "RuntimeDirectory"}
     assert not hiding & set(parse(UNIT)["Service"])
+    assert not (hiding - {"PrivateUsers"}) & set(parse(EXAMPLES / "sandbox.conf.example")["Service"])
 
 
 def test_start_limit_can_be_reached() -> None:
