@@ -405,6 +405,7 @@ def test_a_model_is_whole_when_its_workers_hold_the_ranks_of_one_load(steps: Ste
     for step in steps:
         step(model)
     assert model.for_worker()["whole"] == model.whole == whole
+    assert model.for_worker()["replace"] == ("beside" if whole else "evict-first")
 
 
 def test_a_status_describes_the_whole_model() -> None:

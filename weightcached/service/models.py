@@ -251,7 +251,8 @@ class Model:
             "retry": self.no_room,
             "pin": self.config.pin,
             "keep": self.keep,
-            "replace": self.config.replace,
+            # Ranks that are not given out by name are worth nothing beside those that a load would bring.
+            "replace": self.config.replace if self.whole else "evict-first",
         }
 
     def describe(self) -> dict[str, Any]:
