@@ -49,6 +49,7 @@ class Gpu:
     persistence: int | pynvml.NVMLError = 1
     mig: list[Gpu | None] | None = None
     mig_enabled: bool = field(default=True)
+    lost: bool = False
 
 
 @pytest.fixture
@@ -81,6 +82,11 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
                     return handle
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
 
+        def memory(gpu: Gpu) -> SimpleNamespace:
+            if gpu.lost:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+            return SimpleNamespace(total=gpu.total, free=gpu.free)
+
         def persistence(gpu: Gpu) -> int:
             if isinstance(gpu.persistence, pynvml.NVMLError):
                 raise gpu.persistence
@@ -95,7 +101,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
             "nvmlDeviceGetMigMode": mig_mode,
             "nvmlDeviceGetMaxMigDeviceCount": lambda gpu: len(gpu.mig or []),
             "nvmlDeviceGetMigDeviceHandleByIndex": mig_handle,
-            "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=gpu.total, free=gpu.free),
+            "nvmlDeviceGetMemoryInfo": memory,
             "nvmlDeviceGetPersistenceMode": persistence,
             "nvmlDeviceGetUUID": lambda gpu: gpu.uuid,
             "nvmlDeviceGetName": lambda gpu: "NVIDIA Test",
@@ -140,6 +146,14 @@ def test_names_of_devices(name: str) -> None:
 def test_what_is_no_name_of_a_device(name: str) -> None:
     """Ordinals, bare UUIDs and anything unfit for a file name are refused."""
     assert not is_device_name(name)
+
+
+def test_a_gpu_that_fell_off_the_bus(nvml: Callable[..., SimpleNamespace], caplog: pytest.LogCaptureFixture) -> None:
+    """It is left out, with a warning, and costs none of the others."""
+    counts = nvml(Gpu("GPU-a"), Gpu("GPU-b", lost=True), Gpu("GPU-c"))
+    assert [device.name for device in gpu_devices()] == ["GPU-a", "GPU-c"]
+    assert "GPU number 1 has fallen off the bus and is left out" in caplog.text
+    assert (counts.init, counts.shutdown) == (1, 1)
 
 
 def test_the_hosts_own_memory() -> None:

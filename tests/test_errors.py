@@ -22,6 +22,7 @@ from weightcached.errors import (
     KeyMismatch,
     ModelLoading,
     NoSuchModel,
+    ServiceNotRunning,
     WeightCacheError,
     from_wire,
     to_wire,
@@ -173,6 +174,15 @@ def test_a_peers_other_fields_never_break_the_sentence(cls: type[WeightCacheErro
 
     assert type(error) is cls
     assert str(error)
+
+
+def test_a_peer_that_sends_no_command_is_readable() -> None:
+    """A version that did not send the command to start the service had this one in its sentence."""
+    error = from_wire({"code": "service-not-running", "fields": {"path": "/p"}, "message": ""})
+
+    assert str(error) == "no service answers at /p; start it: systemctl --user start weightcached@INSTANCE"
+    assert error.fields == {"path": "/p"}
+    assert str(ServiceNotRunning(path="/p", start="do it")) == "no service answers at /p; start it: do it"
 
 
 def test_a_field_of_another_type_never_breaks_the_sentence() -> None:

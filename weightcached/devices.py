@@ -7,6 +7,7 @@ identity: under CUDA_VISIBLE_DEVICES NVML's index and CUDA's differ.
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from .errors import DeviceError, NoSuchDevice
 
 _NODES = Path("/sys/devices/system/node")
 _NAME = re.compile(r"(GPU|MIG)-[0-9A-Za-z-]+|host-[0-9]+")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,10 @@ def host_devices() -> list[Device]:
 
 
 def gpu_devices() -> list[Device]:
-    """Every GPU and MIG instance that NVML lists; none without a driver. `DeviceError` if NVML is there but fails."""
+    """Every GPU and MIG instance that NVML lists and reaches; none without a driver.
+
+    `DeviceError` if NVML is there but fails.
+    """
     import pynvml
 
     try:
@@ -61,10 +66,16 @@ def gpu_devices() -> list[Device]:
         raise DeviceError(device="NVML", problem=f"cannot be started: {error}") from error
     try:
         found = []
+        lost = None
         for index in range(pynvml.nvmlDeviceGetCount()):
-            gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
-            instances = _mig_instances(gpu)
-            found += [_describe(handle) for handle in (instances or [gpu])]
+            try:
+                gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
+                found += [_describe(handle) for handle in (_mig_instances(gpu) or [gpu])]
+            except pynvml.NVMLError_GpuIsLost as error:  # listed all the same, until the host starts again
+                _log.warning("GPU number %d has fallen off the bus and is left out", index)
+                lost = error
+        if lost is not None and not found:
+            raise lost  # this is no host without a GPU
         return found
     except pynvml.NVMLError as error:
         raise DeviceError(device="NVML", problem=f"cannot list devices: {error}") from error

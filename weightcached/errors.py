@@ -44,6 +44,7 @@ same class with the same sentence on the other side.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 
@@ -53,6 +54,7 @@ class WeightCacheError(Exception):
     code: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 1
     sentence: ClassVar[str] = "{problem}"
+    unsent: ClassVar[Mapping[str, Any]] = {}  # fields that older versions do not send, as their sentence had them
 
     def __init__(self, /, **fields: Any) -> None:
         super().__init__()
@@ -60,7 +62,7 @@ class WeightCacheError(Exception):
 
     def __str__(self) -> str:
         try:
-            return self.sentence.format_map(_Readable(self.fields))
+            return self.sentence.format_map(_Readable({**self.unsent, **self.fields}))
         except (KeyError, ValueError, TypeError) as problem:
             # A peer of another version may send fewer or other fields than this version's sentence is made of.
             return f"{self.code}: {self.fields} ({type(problem).__name__}: {problem})"
@@ -188,11 +190,12 @@ class ConnectionFailed(WeightCacheError):
 
 
 class ServiceNotRunning(ConnectionFailed):
-    """Fields: path."""
+    """Fields: path, start (the command that starts a service)."""
 
     code = "service-not-running"
     exit_code = 3
-    sentence = "no service answers at {path}; start it: systemctl --user start weightcached@INSTANCE"
+    sentence = "no service answers at {path}; start it: {start}"
+    unsent: ClassVar[Mapping[str, Any]] = {"start": "systemctl --user start weightcached@INSTANCE"}
 
 
 class ConnectionLost(ConnectionFailed):

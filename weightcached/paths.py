@@ -65,6 +65,11 @@ def _uid_of(named: str) -> int:
         raise WeightCacheError(problem=problem) from None
 
 
+def start_command() -> str:
+    """The command that starts a service for this process: a user's own, or a system-wide one where that is named."""
+    return f"systemctl {'' if _system_wide() else '--user '}start weightcached@INSTANCE"
+
+
 def ensure_runtime_dir(*, shared: bool = False) -> Path:
     """The runtime directory, checked, and made with mode 0700 where it is missing. `RuntimeDirectoryError` if refused.
 
@@ -200,7 +205,7 @@ def _check_directory(path: Path, owners: frozenset[int], *, entered: bool) -> Pa
         # O_NOFOLLOW it opens a symlink itself (open(2)), which tells a symlink from a file in the error.
         fd = OwnedFd(os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC))
     except FileNotFoundError:
-        raise ServiceNotRunning(path=str(path)) from None
+        raise ServiceNotRunning(path=str(path), start=start_command()) from None
     except OSError as error:
         raise RuntimeDirectoryError(
             path=str(path), problem=f"cannot be opened: {error.strerror}; set WEIGHTCACHED_RUNTIME_DIR to another place"

@@ -19,9 +19,11 @@ from tests.llama import write_llama
 from tests.running import RunningService
 from tests.wire.serving import serving
 from weightcached.cli import ctl as ctl_module
+from weightcached.fds import FdSet
 from weightcached.paths import socket_path
 from weightcached.wire.connection import Connection
-from weightcached.wire.messages import SERVICE_OPS, Attach
+from weightcached.wire.messages import SERVICE_OPS, Attach, Request
+from weightcached.wire.server import ServerConnection
 
 ROOT = Path(__file__).parents[2]
 
@@ -173,6 +175,86 @@ def test_a_dead_services_socket_hides_nobody(
     assert ctl("status", "--instance", "dead").returncode == 3
     (runtime_dir / "dead.control.sock").unlink()
     service.stop()
+
+
+def test_a_service_that_hangs_hides_nobody(
+    start: Callable[..., RunningService],
+    config: str,
+    runtime_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is named on stderr and in JSON, and the exit code is 1; the others are shown, and do what is asked. Named with
+    --instance it is an error as any other."""
+    monkeypatch.setattr(ctl_module, "HELLO_SECONDS", 0.5)
+    service = start(config)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as hung:
+        hung.bind(str(runtime_dir / "hung.control.sock"))
+        hung.listen()
+        for command in (["status"], ["evict", "small"]):
+            assert ctl_module.main(command) == 1
+            out, err = capsys.readouterr()
+            assert "small" in out
+            assert err.startswith("weightcachectl: weightcached@hung: ") and "waited 0.5 s" in err
+        for command, key in ((["status"], "services"), (["list"], "shards")):
+            assert ctl_module.main([*command, "--json"]) == 1
+            answer = json.loads(capsys.readouterr().out)
+            assert [item.get("instance") for item in answer["unreachable"]] == ["hung"]
+            assert "waited 0.5 s" in answer["unreachable"][0]["error"]
+            assert len(answer[key]) == (1 if key == "services" else 0)
+        assert ctl_module.main(["status", "--instance", "hung", "--json"]) == 1
+        assert capsys.readouterr().out == ""
+        assert ctl_module.main(["status", "--instance", "test"]) == 0
+        assert capsys.readouterr().err == ""
+        service.stop(shared=True)
+        assert ctl_module.main(["status", "--json"]) == 1
+        answer = json.loads(capsys.readouterr().out)
+        assert (answer["services"], len(answer["unreachable"])) == ([], 1)
+        assert ctl_module.main(["evict", "small"]) == 1
+        assert "no service that runs here can be asked" in capsys.readouterr().err
+
+
+def test_a_service_that_ends_while_it_is_asked_hides_nobody(
+    start: Callable[..., RunningService], config: str, runtime_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that says hello and then goes is one that could not be asked."""
+
+    def leave(connection: ServerConnection, request: Request, fds: FdSet) -> None:
+        connection.close("it goes")
+
+    service = start(config)
+    with serving(runtime_dir / "a.control.sock", leave, ops=SERVICE_OPS, device=None):
+        assert ctl_module.main(["status"]) == 1
+        out, err = capsys.readouterr()
+        assert "small" in out
+        assert err.startswith("weightcachectl: weightcached@a: ")
+    service.stop(shared=True)
+
+
+def test_a_runtime_directory_of_others_is_refused(runtime_dir: Path) -> None:
+    """Whoever may write there could pose as the service, whether it is named or looked for."""
+    runtime_dir.chmod(0o777)
+    for named in ([], ["--instance", "test"]):
+        done = ctl("status", *named)
+        assert done.returncode == 1
+        assert "is open to other users" in done.stderr
+
+
+def test_a_holder_that_has_ended_is_said_to_have(runtime_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of those who keep an evicted model's memory, one that lives in a child only is not to be looked for."""
+    leases = [
+        {"pid": 41, "command": "python", "ended": True},
+        {"pid": 42, "command": "vllm", "ended": False},
+    ]
+    shard = {"model": "m", "device": "host-0", "nbytes": 4096, "draining": leases}
+
+    def evict(connection: ServerConnection, request: Request, fds: FdSet) -> dict[str, object]:
+        return {"called_off": False, "evicted": [shard]}
+
+    with serving(runtime_dir / "test.control.sock", evict, ops=SERVICE_OPS, device=None):
+        assert ctl_module.main(["evict", "m", "--force"]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.endswith("end: pid 41 (python, ended; a child of it holds on), pid 42 (vllm)")
 
 
 def test_status_costs_little(start: Callable[..., RunningService], config: str) -> None:

@@ -101,6 +101,17 @@ def test_warnings_are_no_failure(runtime_dir: Path, config_dir: Path, tmp_path: 
     assert str(config_dir) in config.found
 
 
+def test_room_for_the_sockets_of_the_config(
+    runtime_dir: Path, config_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the runtime directory is too deep depends on the devices: a GPU's socket has the longest name."""
+    monkeypatch.setenv("WEIGHTCACHED_RUNTIME_DIR", str(runtime_dir / ("x" * (80 - len(str(runtime_dir)) - 1))))
+    for devices, level in (('["host-0"]', Level.OK), ('"all"', Level.PROBLEM)):
+        (config_dir / "one.toml").write_text(f"devices = {devices}\n")
+        findings = examine(FakeHost(tmp_path / "root"), known_instances())
+        assert [finding.level for finding in findings if finding.check == "runtime directory"] == [level]
+
+
 @pytest.mark.usefixtures("runtime_dir")
 def test_system_wide_service_needs_no_user_manager(config_dir: Path, tmp_path: Path) -> None:
     """For a unit of the system neither the user's manager nor linger is a subject."""

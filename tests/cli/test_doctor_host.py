@@ -105,6 +105,25 @@ def test_runtime_directory(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (check_directory().level, "chmod" in check_directory().found) == (Level.PROBLEM, True)
 
 
+def test_runtime_directory_that_is_too_deep(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket's path has 107 bytes at most: where those of the service would be longer, it could not start."""
+    deep = runtime_dir / ("x" * (90 - len(str(runtime_dir)) - 1))
+    gpu = "GPU-00000000-0000-0000-0000-000000000000"
+    monkeypatch.setenv("WEIGHTCACHED_RUNTIME_DIR", str(deep))
+    for _ in ("not there yet", "there"):
+        assert check_directory(["one"], ["host-0"]).level is Level.OK
+        for names, devices, length in ((["long-name"], ["host-0"], 113), (["one"], [gpu], 136)):
+            finding = check_directory(names, devices)
+            assert finding.level is Level.PROBLEM
+            assert f"{length} bytes, at most 107" in finding.found
+        deep.mkdir(0o700, exist_ok=True)
+    monkeypatch.setenv("WEIGHTCACHED_RUNTIME_DIR", str(runtime_dir / ("x" * 110)))
+    assert check_directory().level is Level.PROBLEM
+    monkeypatch.setenv("WEIGHTCACHED_RUNTIME_DIR", str(deep))
+    monkeypatch.setenv("WEIGHTCACHED_SOCKET_TEMPLATE", f"{runtime_dir}/{{device_uuid}}.sock")
+    assert check_directory(["one"], [gpu]).level is Level.OK
+
+
 def test_leftovers_are_what_nobody_holds(runtime_dir: Path) -> None:
     """A socket that answers and a lock that is held are not named; those of a dead service are. No lock is taken."""
     host = Host()

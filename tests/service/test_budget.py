@@ -203,7 +203,7 @@ class TestOnDemand:
 
         with ThreadPoolExecutor(20) as pool:
             assert [task.result(30) for task in [pool.submit(ask) for _ in range(20)]] == [1] * 20
-        assert len(re.findall(r"b: \d+ bytes read", service.log)) == 1
+        assert len(re.findall(r"b: \d+ bytes to host-0", service.log)) == 1
         service.stop()
 
 

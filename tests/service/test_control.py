@@ -55,6 +55,20 @@ def test_a_model_goes_from_all_its_devices(start_service: StartService, llama: L
     service.stop()
 
 
+def test_a_worker_that_hangs_is_not_asked_for_what_it_has_not(start_service: StartService, checkpoint: Path) -> None:
+    """A model goes although the worker of a device that it is not on does not answer."""
+    service = start_service(HOSTS + model("small", checkpoint)).ready()
+    (used,) = service.model("small")["devices"]
+    pid = next(device["pid"] for device in service.status()["devices"] if device["device"] != used)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert f"evicted small from {used}" in service.ctl("evict", "small")
+        assert "not loaded" in service.ctl("evict", "small", code=4)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    service.stop()
+
+
 def test_a_rank_in_use_keeps_the_others(start_service: StartService, llama: Llama) -> None:
     """A model that is attached on one device is refused as a whole, before another rank is dropped."""
     service = start_service(HOSTS + model("cut", llama[0], "tensor_parallel = 2")).ready()

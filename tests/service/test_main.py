@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import resource
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,13 +14,6 @@ from tests.checkpoint.strict_cases import entry, file_of
 from tests.llama import Tensor
 from tests.running import RunningService, children_of, process_of_role, wait_for_end
 from tests.service.conftest import HOST, HOSTS, StartService, attach, model, slab_bytes
-from tests.worker.process import shard
-from weightcached.config import load_config
-from weightcached.service.claim import Claim, Owner
-from weightcached.service.main import Service, devices_of
-from weightcached.service.models import Model
-from weightcached.service.notify import Notifier
-from weightcached.service.workers import WorkerProcess
 
 Llama = tuple[Path, dict[str, Tensor]]
 
@@ -208,40 +198,3 @@ class TestRefusedAtStart:
         """A runtime directory that others may enter is refused."""
         runtime_dir.chmod(0o755)
         assert "755" in refused_at_start(start_service, HOST, 1)
-
-
-def test_ranks_of_two_loads_are_named_before_they_are_given_out(
-    runtime_dir: Path, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When the first rank of a load arrives, both workers hear that the model is not whole; when the last one does,
-    nobody hears that it is until the last worker has been told of its rank."""
-    (tmp_path / "test.toml").write_text(HOSTS + model("cut", checkpoint, "tensor_parallel = 2"))
-    config = load_config(tmp_path / "test.toml")
-    told: list[tuple[str, bool]] = []
-
-    def tell(worker: WorkerProcess, models: dict[str, dict[str, Any]]) -> None:
-        told.append((worker.device, models["cut"]["whole"]))
-
-    async def main() -> None:
-        owner = Owner.this_process("test")
-        with contextlib.closing(
-            Claim.take(runtime_dir / "test.lock", runtime_dir / "test.sock", owner, what="test")
-        ) as own:
-            devices = devices_of(config)
-            # No worker is started: none of them needs a claim of its own.
-            service = Service(config, "test", devices, {device.name: own for device in devices}, own, Notifier(None))
-            service.models["cut"] = Model(config.models[0], ("host-0", "host-1"))
-            monkeypatch.setattr(WorkerProcess, "tell_models", tell)
-            for name, whole in (("host-0", False), ("host-1", True)):
-                with shard("cut", 1, b"data") as fds:
-                    service.vault.hold(name, "cut", 1, 4, fds)
-                both = [("host-0", whole), ("host-1", whole)]
-                service.shard_arrived(name, "cut", 1)
-                assert told == ([] if whole else both)
-                told.clear()
-                service.shard_held(name, "cut", 1)
-                assert told == both
-                told.clear()
-            service.vault.close()
-
-    asyncio.run(main())

@@ -342,24 +342,29 @@ def test_what_is_loaded_together_is_kept_until_all_of_it_is_done() -> None:
     assert not models.release_kept(together)
 
 
-def test_a_load_without_room_may_be_tried_again() -> None:
-    """Room comes and goes, unlike what is wrong with a checkpoint: a client that waits has such a load begun anew. A
-    failure that left an older generation cached is an operator's business."""
+def test_what_passes_by_itself_may_be_tried_again() -> None:
+    """No room, or a killed loader, comes and goes, unlike what is wrong with a checkpoint: a client that waits has such
+    a load begun anew. A failure that left an older generation cached is an operator's business."""
     full = DeviceFull(
         device="host-0", needed=2, free=1, evictable=0, limit=2, others=0, holders=[], advice="evict a model"
     )
     model = new()
     load(model)
     model.fail(full)
-    assert (model.state, model.no_room, model.for_worker()["retry"]) == ("failed", True, True)
+    assert (model.state, model.may_be_tried_again, model.for_worker()["retry"]) == ("failed", True, True)
     model.queue()
-    assert not model.no_room
+    assert not model.may_be_tried_again
     failed(model)
-    assert not model.no_room
+    assert not model.may_be_tried_again
+    load(model)
+    model.fail(model.load_failed("killed"), killed=True)
+    assert (model.state, model.may_be_tried_again) == ("failed", True)
+    model.lost("host-0", ERROR)
+    assert (model.state, model.may_be_tried_again) == ("failed", False)
     cached(model)
     load(model)
     model.fail(full)
-    assert (model.state, model.no_room) == ("cached", False)
+    assert (model.state, model.may_be_tried_again) == ("cached", False)
 
 
 def moved(*devices: str) -> Callable[[Model], object]:

@@ -148,6 +148,7 @@ def reload(service: RunningService, config: str, *, code: int = 0) -> dict[str, 
     if answer["loading"]:
         service.ctl("wait", "cut", "--timeout", "30", code=code)
     assert answer.pop("schema") == 1
+    assert answer.pop("unreachable") == []
     return answer
 
 

@@ -216,28 +216,29 @@ def test_no_descriptor_is_left_behind(start_service: StartService) -> None:
 
 
 def test_stop_waits_until_every_verifier_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not only killed: when `stop` returns, the processes are reaped, and who asked has an error that says it."""
+    """Not only killed: when `stop` returns, the process is reaped, none is started any more, and who asked has errors
+    that say it."""
     started: list[asyncio.subprocess.Process] = []
 
     async def main() -> None:
         verifications = Verifications()
-        all_started = asyncio.Event()
+        under_way = asyncio.Event()
 
         async def spawn(arguments: list[str], fds: dict[str, int]) -> asyncio.subprocess.Process:
             process = await asyncio.create_subprocess_exec("sleep", "1000")
             started.append(process)
-            if len(started) == 2:
-                all_started.set()
+            under_way.set()
             return process
 
         monkeypatch.setattr(verify, "spawn_role", spawn)
         verifying = asyncio.create_task(verifications.verify(vault.of_device("host-0")))
-        await asyncio.wait_for(all_started.wait(), 10)
+        await asyncio.wait_for(under_way.wait(), 10)
         await verifications.stop()
-        for process in started:
-            assert process.returncode == -signal.SIGKILL
-        for result in await verifying:
-            assert "ended by signal SIGKILL before it answered" in result["error"]["message"]
+        assert started[0].returncode == -signal.SIGKILL
+        first, second = await verifying
+        assert "ended by signal SIGKILL before it answered" in first["error"]["message"]
+        assert "is not started: given up" in second["error"]["message"]
+        assert len(started) == 1
 
     with _vault() as vault:
         asyncio.run(main())
@@ -250,28 +251,68 @@ def test_the_verifiers_of_a_lost_device_are_given_up(monkeypatch: pytest.MonkeyP
 
     async def main() -> None:
         verifications = Verifications()
-        all_started = asyncio.Event()
+        under_way = asyncio.Event()
 
         async def spawn(arguments: list[str], fds: dict[str, int]) -> asyncio.subprocess.Process:
             process = await asyncio.create_subprocess_exec("sleep", "1000", pass_fds=tuple(fds.values()))
             started.append(process)
-            if len(started) == 2:
-                all_started.set()
+            under_way.set()
             return process
 
         monkeypatch.setattr(verify, "spawn_role", spawn)
         first = asyncio.create_task(verifications.verify(vault.of_device("host-0")))
         second = asyncio.create_task(verifications.verify(vault.of_device("host-0")))
-        await asyncio.wait_for(all_started.wait(), 10)
+        await asyncio.wait_for(under_way.wait(), 10)
         verifications.abandon("host-1")
-        assert [process.returncode for process in started] == [None, None]
+        assert [process.returncode for process in started] == [None]
         verifications.abandon("host-0")
-        for verifying, end in ((first, "ended by signal SIGKILL"), (second, "is not started: given up")):
-            results = await asyncio.wait_for(verifying, 10)
-            assert [end in result["error"]["message"] for result in results] == [True, True]
-        assert len(started) == 2
+        results = [*await asyncio.wait_for(first, 10), *await asyncio.wait_for(second, 10)]
+        ends = ["ended by signal SIGKILL", *["is not started: given up"] * 3]
+        assert [end in result["error"]["message"] for end, result in zip(ends, results, strict=True)] == [True] * 4
+        assert len(started) == 1
 
     with _vault() as vault:
+        asyncio.run(main())
+
+
+def test_one_verifier_at_a_time_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may need a CUDA context on a device that is nearly full: the next one waits; another device's does not."""
+    running: dict[str, asyncio.subprocess.Process] = {}
+    started: list[str] = []
+
+    async def main() -> None:
+        verifications = Verifications()
+        changed = asyncio.Event()
+
+        async def spawn(arguments: list[str], fds: dict[str, int]) -> asyncio.subprocess.Process:
+            device = arguments[1]
+            assert device not in running or running[device].returncode is not None
+            running[device] = await asyncio.create_subprocess_exec("sleep", "1000", pass_fds=tuple(fds.values()))
+            started.append(device)
+            changed.set()
+            return running[device]
+
+        async def until(*devices: str) -> None:
+            while len(started) < len(devices):
+                changed.clear()
+                await asyncio.wait_for(changed.wait(), 10)
+            assert sorted(started) == sorted(devices)
+
+        monkeypatch.setattr(verify, "spawn_role", spawn)
+        both = [*vault.of_device("host-0"), *vault.of_device("host-1")]
+        verifying = asyncio.create_task(verifications.verify(both))
+        await until("host-0", "host-1")
+        running["host-0"].kill()
+        await until("host-0", "host-1", "host-0")
+        for process in running.values():
+            if process.returncode is None:
+                process.kill()
+        results = await asyncio.wait_for(verifying, 10)
+        assert [(result["device"], result["generation"]) for result in results] == [
+            ("host-0", 1), ("host-0", 2), ("host-1", 1),
+        ]  # fmt: skip
+
+    with _vault(("host-0", 1), ("host-0", 2), ("host-1", 1)) as vault:
         asyncio.run(main())
 
 
@@ -310,13 +351,13 @@ def test_a_verifier_that_cannot_be_started_is_an_error(
 
 
 @contextmanager
-def _vault() -> Iterator[Vault]:
-    """Holds two generations of a model on host-0."""
+def _vault(*held: tuple[str, int]) -> Iterator[Vault]:
+    """Holds these generations of a model on these devices; none named: two on host-0."""
     vault = Vault()
-    for generation in (1, 2):
-        shard = make_shard(TENSORS, generation=generation)
+    for device, generation in held or (("host-0", 1), ("host-0", 2)):
+        shard = make_shard(TENSORS, device=device, generation=generation)
         fds = FdSet(item.steal() for item in (shard.manifest, *shard.slabs))
-        vault.hold("host-0", "m", generation, shard.head.nbytes, fds)
+        vault.hold(device, "m", generation, shard.head.nbytes, fds)
     yield vault
     vault.close()
 

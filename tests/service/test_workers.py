@@ -284,3 +284,34 @@ def test_a_worker_that_can_never_serve_ends_the_service(
 
     asyncio.run(main())
     assert len(started) == workers.START_TRIES
+
+
+class Ending:
+    """A child that ends when it is told to."""
+
+    pid = 1
+
+    def __init__(self) -> None:
+        self.end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> int:
+        return await self.end
+
+
+@pytest.mark.parametrize("steps", range(4))
+def test_who_awaits_a_childs_end_can_be_cancelled(steps: int) -> None:
+    """At any moment, also when the child has just ended: a service that stops waits for the task it has cancelled."""
+
+    async def main() -> None:
+        child = Ending()
+        waiting = asyncio.create_task(workers.gone(child, "loader"))  # type: ignore[arg-type]
+        for _ in range(5):  # turns of the loop, until it waits
+            await asyncio.sleep(0)
+        child.end.set_result(0)
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        asked = waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert waiting.cancelled() == asked
+
+    asyncio.run(main())

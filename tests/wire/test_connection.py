@@ -139,6 +139,15 @@ def test_no_socket_is_no_service(path: Path, open_: Open, descriptors: NoDescrip
     assert caught.value.exit_code == 3
 
 
+def test_a_system_wide_service_is_started_by_the_system(
+    path: Path, open_: Open, monkeypatch: pytest.MonkeyPatch, descriptors: NoDescriptorLeaks
+) -> None:
+    """Who is told whose service it is, is not sent to the manager of its own user."""
+    monkeypatch.setenv("WEIGHTCACHED_SERVICE_USER", "0")
+    with pytest.raises(ServiceNotRunning, match=r"start it: systemctl start weightcached@INSTANCE$"):
+        open_()
+
+
 def test_a_dead_socket_is_no_service(path: Path, open_: Open, descriptors: NoDescriptorLeaks) -> None:
     """A socket file that a killed service has left behind is the same."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

@@ -6,6 +6,8 @@ import argparse
 import contextlib
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 from .. import __version__
@@ -19,12 +21,14 @@ from ..errors import (
     WeightCacheError,
     from_wire,
 )
-from ..paths import control_path, control_paths, runtime_dir
-from ..text import printable
+from ..paths import CONTROL_SUFFIX, check_runtime_dir, control_path, control_paths, runtime_dir, start_command
+from ..text import holder, printable
 from ..wire.connection import Connection
 from ..wire.messages import Evict, Load, Reload, Request, Status, Subscribe, Verify
 from .output import emit, human_bytes, print_json, print_table, rank_label
 
+Takes = Literal["none", "required", "optional"]
+HELLO_SECONDS = 10.0  # for a service to say who it is
 MAX_NAMES = 10  # of tensors that differ; --json has them all
 EPILOG = """\
 exit codes:
@@ -37,8 +41,9 @@ exit codes:
 def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit code. Results go to stdout, everything else to stderr."""
     args = _parser().parse_args(argv)
+    args.unreachable = []  # services that were passed over
     try:
-        return int(args.run(args))
+        return int(args.run(args) or bool(args.unreachable))
     except WeightCacheError as error:
         print(f"weightcachectl: {printable(str(error))}", file=sys.stderr)
         # A service's own exit codes (75, 78) mean nothing here: the command was refused.
@@ -57,9 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"weightcachectl {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def command(
-        name: str, run: Any, text: str, *, model: Literal["none", "required", "optional"] = "none"
-    ) -> argparse.ArgumentParser:
+    def command(name: str, run: Any, text: str, *, model: Takes = "none") -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text.capitalize() + ".")
         if model != "none":
             sub.add_argument("model", metavar="NAME", nargs="?" if model == "optional" else None, help="a model's name")
@@ -88,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 def _status(args: argparse.Namespace) -> int:
     services = _all_statuses(args)
     if args.json:
-        print_json({"schema": 1, "services": services})
+        _print(args, {"services": services})
         return 0
     for service in services:
         state = "ready" if service["ready"] else "starting"
@@ -200,7 +203,7 @@ def _list(args: argparse.Namespace) -> int:
         for shard in device["shards"]
     ]
     if args.json:
-        print_json({"schema": 1, "shards": shards})
+        _print(args, {"shards": shards})
     else:
         columns = ["MODEL", "DEVICE", "RANK", "STATE", "SIZE", "TENSORS", "DTYPE", "CONTENT"]
         rows = [
@@ -224,7 +227,7 @@ def _load(args: argparse.Namespace) -> int:
     answer = _ask(args, Load(model=args.model))
     where = ", ".join(answer["devices"])
     if args.json:
-        print_json({"schema": 1, **answer})
+        _print(args, answer)
     elif answer["state"] == "cached":
         emit(f"{args.model} is cached on {where} already")
     else:
@@ -235,14 +238,14 @@ def _load(args: argparse.Namespace) -> int:
 def _evict(args: argparse.Namespace) -> int:
     answer = _ask(args, Evict(model=args.model, device=args.device, force=args.force), timeout=60.0)
     if args.json:
-        print_json({"schema": 1, **answer})
+        _print(args, answer)
         return 0
     if answer["called_off"]:
         emit(f"the load of {args.model} is called off")
     for item in answer["evicted"]:
         emit(f"evicted {item['model']} from {item['device']}: {human_bytes(item['nbytes'])}")
         if item["draining"]:
-            holders = ", ".join(f"{lease['pid']} ({lease['command']})" for lease in item["draining"])
+            holders = ", ".join(holder(lease["pid"], lease["command"], lease["ended"]) for lease in item["draining"])
             emit(f"its memory returns when its holders end: {holders}")
     return 0
 
@@ -266,7 +269,7 @@ def _wait(args: argparse.Namespace) -> int:
             if event.get("what") == "model":
                 states[event["model"]] = event
     if args.json:
-        print_json({"schema": 1, "models": [states[name] for name in wanted]})
+        _print(args, {"models": [states[name] for name in wanted]})
     return 0
 
 
@@ -288,7 +291,7 @@ def _verify(args: argparse.Namespace) -> int:
     # Without a limit of time, as nobody knows how fast the memory is; an interrupt ends it here and in the service.
     answer = _ask(args, Verify(model=args.model, device=args.device), timeout=None)
     if args.json:
-        print_json({"schema": 1, **answer})
+        _print(args, answer)
     for result in answer["results"]:
         where = f"{args.model} on {result['device']}"
         if "error" in result:
@@ -310,7 +313,7 @@ def _verdict(result: dict[str, Any]) -> str:
 def _reload(args: argparse.Namespace) -> int:
     answer = _ask(args, Reload(), timeout=60.0)
     if args.json:
-        print_json({"schema": 1, **answer})
+        _print(args, answer)
         return 0
     emit(f"loading: {', '.join(answer['loading']) or 'nothing'}")
     for item in answer["left"]:
@@ -330,9 +333,10 @@ def _all_statuses(args: argparse.Namespace) -> list[dict[str, Any]]:
     with contextlib.ExitStack() as stack:
         statuses = []
         for service in _services(args, stack):
-            status, fds = service.request(Status(), timeout=30.0)
-            fds.close()
-            statuses.append(status)
+            with _passing_over(args, service.path):
+                status, fds = service.request(Status(), timeout=30.0)
+                fds.close()
+                statuses.append(status)
         return statuses
 
 
@@ -350,24 +354,46 @@ def _connect(args: argparse.Namespace) -> Connection:
         if len(services) > 1:
             names = ", ".join(str(service.greeting.get("instance")) for service in services)
             raise WeightCacheError(problem=f"several services run here; choose one with --instance: {names}")
+        if not services:
+            raise WeightCacheError(problem="no service that runs here can be asked")
         stack.pop_all()
         return services[0]
 
 
 def _services(args: argparse.Namespace, stack: contextlib.ExitStack) -> list[Connection]:
-    """The running services that are meant. `ServiceNotRunning` when there is none.
+    """The running services that are meant and can be asked. `ServiceNotRunning` when none runs.
 
     A service that was killed leaves its socket file, which says nothing about the others.
     """
     if args.instance:
-        return [stack.enter_context(Connection.open(control_path(args.instance), client="weightcachectl"))]
+        path = control_path(args.instance)
+        check_runtime_dir()
+        return [stack.enter_context(Connection.open(path, client="weightcachectl", timeout=HELLO_SECONDS))]
     services = []
     for path in control_paths():
-        with contextlib.suppress(ServiceNotRunning):
-            services.append(stack.enter_context(Connection.open(path, client="weightcachectl")))
-    if not services:
-        raise ServiceNotRunning(path=str(runtime_dir()))
+        with contextlib.suppress(ServiceNotRunning), _passing_over(args, path):
+            services.append(stack.enter_context(Connection.open(path, client="weightcachectl", timeout=HELLO_SECONDS)))
+    if not services and not args.unreachable:
+        raise ServiceNotRunning(path=str(runtime_dir()), start=start_command())
     return services
+
+
+@contextlib.contextmanager
+def _passing_over(args: argparse.Namespace, path: Path) -> Iterator[None]:
+    """A service that hangs or refuses is reported, and the others are asked, unless it is the one that was named."""
+    try:
+        yield
+    except WeightCacheError as error:
+        if args.instance or isinstance(error, ServiceNotRunning):
+            raise
+        instance = path.name.removesuffix(CONTROL_SUFFIX)
+        args.unreachable.append({"instance": instance, "error": str(error)})
+        print(f"weightcachectl: weightcached@{instance}: {printable(str(error))}", file=sys.stderr)
+
+
+def _print(args: argparse.Namespace, answer: dict[str, Any]) -> None:
+    """The answer as JSON, with the services that could not be asked."""
+    print_json({"schema": 1, **answer, "unreachable": args.unreachable})
 
 
 if __name__ == "__main__":

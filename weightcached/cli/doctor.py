@@ -58,7 +58,8 @@ def examine(host: Host, names: Sequence[str]) -> list[Finding]:
     findings = [check_systemd(systemd)]
     if systemd.runs and not any(item.unit is not None and item.unit.scope == "system" for item in instances):
         findings += [check_user_manager(systemd), check_linger(host)]
-    findings += [check_directory(), check_leftovers(host)]
+    devices = {device for item in instances for device in item.socket_names}
+    findings += [check_directory(names, devices or {"host-0"}), check_leftovers(host)]
     findings += check_nvidia(host, {name for item in instances for name in item.gpu_names})
     if not instances:
         places = ", ".join(str(directory) for directory in config_directories())

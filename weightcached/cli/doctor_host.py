@@ -11,8 +11,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from ..devices import is_host
-from ..errors import ServiceNotRunning, WeightCacheError
-from ..paths import check_runtime_dir, runtime_dir
+from ..errors import RuntimeDirectoryError, ServiceNotRunning, WeightCacheError
+from ..paths import check_runtime_dir, control_path, runtime_dir, socket_path
 from ..probe import probe_devices
 from .doctor_findings import Finding, Host, Level, Systemd, Unit
 
@@ -94,13 +94,18 @@ def check_linger(host: Host) -> Finding:
     return Finding("linger", Level.WARNING, found, "loginctl enable-linger")
 
 
-def check_directory() -> Finding:
-    """The runtime directory, by the rules that the service and its clients go by."""
+def check_directory(instances: Collection[str] = (), devices: Collection[str] = ("host-0",)) -> Finding:
+    """The runtime directory, by the rules that the service and its clients go by.
+
+    The sockets of these instances and devices must have room in it: their paths are limited to 107 bytes.
+    """
     path = runtime_dir()
     try:
         check_runtime_dir()
     except ServiceNotRunning:
         if path.parent.is_dir():
+            if problem := _refused_socket(instances, devices):
+                return Finding("runtime directory", Level.PROBLEM, problem)
             return Finding("runtime directory", Level.OK, f"{path}, not there yet; the service makes it")
         found = f"{path} cannot be made: {path.parent} does not exist"
         return Finding(
@@ -108,7 +113,22 @@ def check_directory() -> Finding:
         )
     except WeightCacheError as error:
         return Finding("runtime directory", Level.PROBLEM, str(error))
+    if problem := _refused_socket(instances, devices):
+        return Finding("runtime directory", Level.PROBLEM, problem)
     return Finding("runtime directory", Level.OK, str(path))
+
+
+def _refused_socket(instances: Collection[str], devices: Collection[str]) -> str | None:
+    """Why the first socket that is refused cannot be where it should."""
+    for place, names in ((control_path, instances), (socket_path, devices)):
+        for name in sorted(names):
+            try:
+                place(name)
+            except RuntimeDirectoryError as error:
+                return str(error)
+            except WeightCacheError:  # its directory is not there yet, or the name is wrong, which is said elsewhere
+                continue
+    return None
 
 
 def check_leftovers(host: Host) -> Finding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import uuid
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -24,6 +25,7 @@ STATUS_SECONDS = 10.0  # the service itself waits up to 5 s for a worker
 PER_SHARD = 2  # descriptors: the manifest and one slab; a reload holds two generations
 CLIENTS = 1024  # descriptors that are left for connections
 
+_LONGEST = f"GPU-{uuid.UUID(int=0)}"
 _NO_LIMIT = 1 << 60  # bytes; cgroup v1 writes a number near 2^63 where there is no limit
 
 
@@ -43,6 +45,13 @@ class Instance:
         """GPUs that its config names."""
         devices = () if self.config is None or self.config.devices == "all" else self.config.devices
         return [name for name in devices if not is_host(name)]
+
+    @property
+    def socket_names(self) -> tuple[str, ...]:
+        """Devices whose sockets it makes, as far as its config is known; for "all" one whose name is as long as any."""
+        if self.config is None:
+            return ()
+        return (_LONGEST,) if self.config.devices == "all" else tuple(self.config.devices)
 
 
 def look_at(host: Host, name: str, systemd: Systemd) -> Instance:

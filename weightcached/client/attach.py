@@ -17,6 +17,7 @@ from ..errors import (
     ModelError,
     ServiceNotRunning,
     TimedOut,
+    TooManyConnections,
     WrongDevice,
 )
 from ..fds import FdSet
@@ -80,7 +81,7 @@ def attach(
         mode: "zero_copy" maps the cached memory: read-only on a GPU, copy-on-write on the host. "copy" gives private
             writable tensors and lets go of the cached memory at once.
         on_miss: "fail" raises `NoSuchModel`, `ModelLoading`, `ModelFailed` or `ServiceNotRunning` at once; "wait" waits
-            for the service and for the model, which is loaded if it is in the config and is not there. With
+            for the service, for a connection and for the model, which is loaded if it is in the config and absent. With
             `checkpoint` it only waits: a model is loaded by its name. Logged at INFO: why it waits and how far the load
             is, or why nothing is attached.
         timeout: seconds for everything, connecting and waiting included, a digest excepted.
@@ -246,19 +247,31 @@ def _attach_waiting(request: _Request, end: float, timeout: float) -> Weights:
 
     log = WaitLog(request.what, timeout)
     path: Path | None = None
+    missing: Path | None
     while True:
         # The watch is made before the attempt, so that nothing that happens in between is missed.
         with ExitStack() as stack:
-            watch = None if path is None else stack.enter_context(PathWatch(path))
+            watch = None
+            if path is not None:
+                try:
+                    watch = stack.enter_context(PathWatch(path))
+                except ConnectionFailed as error:
+                    _log.debug("%s; looked for by the clock", error)
             try:
                 return _attach_now(request, end, log)
+            except TooManyConnections as error:  # of this user: it may have fewer in a moment, which nobody announces
+                missing, waited_for = None, f"a connection: {error}"
+                log.because(str(error))
             except (ServiceNotRunning, ConnectionLost) as error:
-                missing = Path(error.path)
+                missing, waited_for = Path(error.path), "the service"
                 log.because(str(error))
             left = end - time.monotonic()
             if left <= 0:
-                raise TimedOut(path=str(missing), seconds=timeout, waited_for="the service")
-            if watch is not None and missing == path:
+                where = missing or worker_socket(request.target.name)
+                raise TimedOut(path=str(where), seconds=timeout, waited_for=waited_for)
+            if missing is None or (missing == path and watch is None):
+                time.sleep(min(left, _RETRY_SECONDS))
+            elif missing == path and watch is not None:
                 watch.wait(min(left, _RETRY_SECONDS) if missing.exists() else left)
             path = missing
 

@@ -105,15 +105,20 @@ class Control:
     async def _evict(self, request: Evict) -> dict[str, Any]:
         """Evicts on one device or on all. The workers decide; only then is a load of the model called off.
 
+        Only devices that have the model, or are to have it, are asked: the worker of another one need not answer.
+
         A model of several ranks that is in use on one device is refused before it is dropped from another.
         """
         service = self._service
-        names = self._devices_meant(request)
+        model = service.models.get(request.model)
+        configured = () if model is None else model.devices
+        meant = self._devices_meant(request)
+        names = [name for name in meant if name in configured or service.vault.find(name, request.model)]
         holding = [name for name in names if service.vault.find(name, request.model)]
         if len(holding) > 1 and not request.force:
             await self._refuse_used(holding, request.model)
         evicted = await self._evict_on(names, request)
-        model = service.models.get(request.model)
+        model = service.models.get(request.model)  # a reload may have changed it
         called_off = False
         if model is not None and set(model.devices) & set(names) and model.state in ("queued", "loading"):
             called_off = True
@@ -170,7 +175,6 @@ class Control:
                 answer = await _ask(device, Evict(model=request.model, force=request.force), EVICT_TIMEOUT)
             except NoSuchModel:
                 continue
-            self._service.vault.drop(device, request.model, answer["generation"])
             evicted.append({"device": device, **answer})
         return evicted
 

@@ -95,23 +95,25 @@ class Loads:
 
     async def _load(self, model: Model) -> None:
         error: WeightCacheError | None = None
+        killed = False
         for attempt in range(1, TRIES + 1):
             model.begin()
             self._changed(model)
-            self._current = LoaderProcess(model, self._staging(), self._changed)
+            self._current = loader = LoaderProcess(model, self._staging(), self._changed)
             try:
-                error = await self._current.run()
+                error = await loader.run()
             except OSError as failure:  # no descriptor or no process to be had: what is cached must outlive that
                 error = model.load_failed(f"its loader cannot be started: {failure.strerror}")
             except WeightCacheError as failure:  # such as a socket directory that is no longer to be trusted
                 error = failure
             finally:
                 self._current = None
+            killed = loader.killed
             if not isinstance(error, ConnectionLost | ServiceNotRunning) or attempt == TRIES:
                 break
             _log.warning("%s: %s; loading it again", model.name, error)
         if error is not None:
-            model.fail(error)
+            model.fail(error, killed=killed)
             _log.error("%s", model.load_failed(model.error or error))
         elif model.state == "loading":
             # Published models were marked by the worker's word; what is left here was called off.
@@ -128,6 +130,7 @@ class LoaderProcess:
     def __init__(self, model: Model, staging: int, changed: Callable[[Model], None]) -> None:
         self.model = model
         self.spec = model.spec  # its config may change meanwhile
+        self.killed = False  # by somebody else, such as the kernel when memory is short
         self._staging = staging
         self._changed = changed
         self._process: asyncio.subprocess.Process | None = None
@@ -165,6 +168,7 @@ class LoaderProcess:
             return None
         if self._error is None and self._done is None:
             code = self._process.returncode
+            self.killed = code is not None and code < 0
             end = "hangs" if code is None else f"ended by {describe_exit(code)}"
             return self.model.load_failed(f"the loader {end} before it was done")
         return self._error

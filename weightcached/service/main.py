@@ -27,16 +27,9 @@ from typing import Any
 from .. import __version__
 from ..config import Config, load_config
 from ..devices import Device
-from ..errors import (
-    ConfigError,
-    DeviceError,
-    NoSuchDevice,
-    NoSuchModel,
-    WeightCacheError,
-)
+from ..errors import DeviceError, NoSuchModel, WeightCacheError
 from ..fds import OwnedFd, raise_descriptor_limit
 from ..paths import control_path, ensure_runtime_dir, lock_path, socket_path
-from ..probe import probe_devices
 from .adopt import adopt
 from .claim import Claim, Owner
 from .control import Control
@@ -44,6 +37,7 @@ from .health import Health, Recovery, watched
 from .loads import Loads
 from .models import Model, keep_together, release_kept, start_failure, summary
 from .notify import Notifier
+from .placement import Placement, devices_of
 from .reload import (
     cached_ranks,
     changed_files,
@@ -53,6 +47,7 @@ from .reload import (
     read_changes,
     weights_of,
 )
+from .shards import Shards
 from .store import Store, take_listen_fds
 from .vault import Vault
 from .verify import Verifications
@@ -71,7 +66,7 @@ def serve(config_file: Path, instance: str, take_over: bool = False) -> int:
             held.callback(item.close)
         raise_descriptor_limit()
         config = load_config(config_file)
-        devices = devices_of(config)
+        devices = devices_of(config, to_lose=bool(handed))
         shared = bool(config.allow_uids)
         ensure_runtime_dir(shared=shared)
         owner = Owner.this_process(instance)
@@ -91,14 +86,6 @@ def serve(config_file: Path, instance: str, take_over: bool = False) -> int:
         store = Store.from_environ()
         held.callback(store.close)
         return asyncio.run(Service(config, instance, devices, claims, own, notifier, store, handed).run())
-
-
-def devices_of(config: Config) -> list[Device]:
-    """The devices that a config names, as they are on this host. `ConfigError` for one that is not here."""
-    try:
-        return probe_devices(None if config.devices == "all" else config.devices)
-    except NoSuchDevice as error:
-        raise ConfigError(file=str(config.file), problem=f"devices: {error}") from error
 
 
 class Service:
@@ -130,6 +117,14 @@ class Service:
         self.vault = Vault(self._store)
         self.loads = Loads(self._model_changed, lambda: self.config.staging_memory)
         self.verifications = Verifications()
+        self._control = Control(self, own.listener)
+        shards = Shards(
+            self,
+            load=self._load,
+            changed=self._model_changed,
+            tell_workers=self._tell_workers,
+            announce=self._control.announce,
+        )
         self.workers = {
             device.name: WorkerProcess(
                 device.name,
@@ -137,12 +132,12 @@ class Service:
                 instance,
                 claims[device.name],
                 self.vault,
-                self,
+                shards,
                 config.allow_uids,
             )
             for device in devices
         }
-        self._control = Control(self, own.listener)
+        self._placement = Placement.of(config, self.workers, to_lose=bool(handed))
         self.health = Health(watched(devices), Recovery(self, self._model_changed, self._control.holders))
         self._notifier = notifier
         self._stopping = asyncio.Event()
@@ -199,7 +194,7 @@ class Service:
         applies}.
         """
         async with self._reloading:
-            changes = read_changes(self.config, self.models, self.vault, list(self.workers))
+            changes = read_changes(self.config, self.models, self.vault, list(self._placement.names))
             # Reading headers may take long, or hang with its disk: not on the loop.
             loading = await asyncio.to_thread(changes.models_to_load)
             self.config = changes.config
@@ -217,65 +212,34 @@ class Service:
             _log.warning("reload: %s changed; it takes effect at the next restart", setting)
         return {"loading": loading, "left": left_over(self.models, self.vault, self.workers), "restart": restart}
 
-    # What the workers report (`workers.WorkerOwner`).
-
-    def model_wanted(self, device: str, model: str) -> None:
-        state = self.models.get(model)
-        if state is not None and device in state.devices and (state.state == "absent" or state.no_room):
-            self._load([state])
-
-    def shard_arrived(self, device: str, model: str, generation: int) -> None:
-        shard = self.vault.find(device, model)
-        state = self.models.get(model)
-        if state is not None and device in state.devices and shard is not None:
-            # The newest, whichever was published last.
-            state.published(device, shard.generation, shard.nbytes, weights_of(shard))
-            if not state.whole:
-                # Before the shard is given out. That a model is whole is said after it, in `shard_held`: until then its
-                # worker has the rank of the load before.
-                self._tell_workers(state.devices)
-
-    def shard_held(self, device: str, model: str, generation: int) -> None:
-        state = self.models.get(model)
-        if state is not None and device in state.devices:
-            self._model_changed(state)
-
-    def made_room(self, device: str, model: str, generation: int, room_for: str) -> None:
-        _log.info("%s generation %d is evicted from %s to make room for %s", model, generation, device, room_for)
-        name = {"model": model, "generation": generation, "device": device}
-        self._control.announce({"what": "evicted", **name, "reason": f"room for {room_for}"})
-        state = self.models.get(model)
-        if model == room_for or state is None or state.generation_on(device) != generation:
-            return
-        for other in state.devices:  # the model's other ranks are of no use without this one
-            rank = state.generation_on(other)
-            if other != device and rank is not None:
-                self.workers[other].unneeded(model, rank, room_for)
-
-    def shard_dropped(self, device: str, model: str, generation: int) -> None:
-        state = self.models.get(model)
-        if state is not None and state.generation_on(device) == generation:
-            state.gone(device)
-            self._model_changed(state)
-
     # Internals.
 
     def _set_models(self, config: Config) -> None:
         """Takes over the config's models; what is cached of them already, by whatever publisher, counts as cached."""
-        names = list(self.workers)
         previous, self.models = self.models, {}
         for item in config.models:
-            devices = item.devices_for(names)
+            devices = self._placement.devices_for(item)
             model = self.models[item.name] = previous.get(item.name) or Model(item, devices)
             model.configure(item, devices)
             if item.name not in previous:
                 for shard in cached_ranks(model, self.vault):
                     model.published(shard.device, shard.generation, shard.nbytes, weights_of(shard))
+            if problem := self._placement.problem(devices):
+                self._refuse(model, problem)
         self._tell_workers()
 
     def _load(self, models: list[Model]) -> None:
         for model in models:
-            self.loads.add(model)
+            if problem := self._placement.problem(model.devices):
+                self._refuse(model, problem)
+                self._model_changed(model)
+            else:
+                self.loads.add(model)
+
+    def _refuse(self, model: Model, problem: DeviceError) -> None:
+        self.loads.abandon(model)  # if one is under way, it is of what the config meant before
+        model.queue()
+        model.fail(problem)
 
     def _model_changed(self, model: Model) -> None:
         self._tell_workers(None if release_kept(self.models.values()) else model.devices)
@@ -285,7 +249,7 @@ class Service:
 
     def _tell_workers(self, devices: Iterable[str] | None = None) -> None:
         """Tells the workers of `devices`, or all, what becomes of the models that have a rank on theirs."""
-        for name in self.workers if devices is None else devices:
+        for name in self.workers if devices is None else [name for name in devices if name in self.workers]:
             here = {model.name: model.for_worker() for model in self.models.values() if name in model.devices}
             self.workers[name].tell_models(here)
 
@@ -316,7 +280,8 @@ class Service:
                 self.vault.filled.set()
             for worker in self.workers.values():
                 try:
-                    await asyncio.wait_for(worker.serving.wait(), WORKER_START_SECONDS)
+                    async with asyncio.timeout(WORKER_START_SECONDS):
+                        await worker.serving.wait()
                 except TimeoutError:
                     problem = f"its worker does not serve within {WORKER_START_SECONDS:.0f} s"
                     raise DeviceError(device=worker.device, problem=problem) from None

@@ -85,6 +85,7 @@ class Model:
     _weights: object = None  # which weights those are
     _whole: bool = False  # whether every rank was there when one was last published
     _load_published: bool = False  # whether the load that was begun last has published yet
+    _passing: WeightCacheError | None = None  # the last load's error, if it passes by itself
     _evicted: bool = False  # whether a rank has been evicted since all of them were there
 
     @property
@@ -117,9 +118,9 @@ class Model:
         return (self._whole and not self._evicted) or len(self.devices) == 1
 
     @property
-    def no_room(self) -> bool:
-        """Whether its load failed for want of room: by now there may be some."""
-        return self.state == "failed" and isinstance(self.error, DeviceFull)
+    def may_be_tried_again(self) -> bool:
+        """Whether its load failed for want of room, or its loader was killed: by now that may be over."""
+        return self.state == "failed" and self.error is self._passing
 
     @property
     def nbytes(self) -> int:
@@ -181,11 +182,13 @@ class Model:
         elif self.state == "cached":
             self.state, self.error = "absent", None
 
-    def fail(self, error: WeightCacheError) -> None:
+    def fail(self, error: WeightCacheError, *, killed: bool = False) -> None:
         """The load failed. What was cached before stays cached; the error is kept for the status.
 
-        A load that had published some of its ranks leaves them, and no whole model.
+        A load that had published some of its ranks leaves them, and no whole model. `killed`: its loader was ended by
+        a signal that is not the service's.
         """
+        passes = killed or isinstance(error, DeviceFull)
         if self._load_published and not self.complete:
             missing = next(rank for rank, device in enumerate(self.devices) if device not in self._together)
             error = self.load_failed(
@@ -194,6 +197,7 @@ class Model:
             )
         self.state = "cached" if self.complete else "failed"
         self.error, self._load_published = error, True
+        self._passing = error if passes else None
 
     def load_failed(self, why: WeightCacheError | str) -> LoadFailed:
         """The failure of a load of this model: `why` itself if it is one, else one with that reason."""
@@ -248,7 +252,7 @@ class Model:
             "progress": self.progress,
             "reason": str(self.error) if self.error else None,
             "whole": self.whole,
-            "retry": self.no_room,
+            "retry": self.may_be_tried_again,
             "pin": self.config.pin,
             "keep": self.keep,
             # Ranks that are not given out by name are worth nothing beside those that a load would bring.

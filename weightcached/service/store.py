@@ -160,7 +160,8 @@ class Store:
         done = asyncio.Event()
         self._do(done)
         try:
-            await asyncio.wait_for(done.wait(), ANSWER_SECONDS)
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await done.wait()
         except TimeoutError:
             _log.warning("the service manager has not answered within %.0f s", ANSWER_SECONDS)
 
@@ -279,7 +280,8 @@ class Store:
             ends.callback(loop.remove_reader, read.fileno())
             if kept is not None:
                 try:
-                    await asyncio.wait_for(answered.wait(), ANSWER_SECONDS)
+                    async with asyncio.timeout(ANSWER_SECONDS):
+                        await answered.wait()
                 except TimeoutError:
                     kept.state, kept.reason = "unknown", "the service manager does not answer"
                     _log.warning("%s: the service manager does not answer, it may not keep it", kept.label)

@@ -99,7 +99,8 @@ class Vault:
         if shard is None or shard.kept is None:
             return
         try:
-            await asyncio.wait_for(shard.kept.sent.wait(), ANSWER_SECONDS)
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await shard.kept.sent.wait()
         except TimeoutError:
             _log.warning("%s: the service manager takes nothing; it is served all the same", shard.kept.label)
 

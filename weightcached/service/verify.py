@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import logging
 import signal
@@ -24,10 +25,10 @@ _log = logging.getLogger(__name__)
 
 
 class Verifications:
-    """Runs verifiers: those of one request at once, one request after the other."""
+    """Runs verifiers: one after the other on each device, where each has a CUDA context; devices at once."""
 
     def __init__(self) -> None:
-        self._lock = asyncio.Lock()
+        self._turns: collections.defaultdict[str, asyncio.Lock] = collections.defaultdict(asyncio.Lock)
         self._processes: set[VerifierProcess] = set()
 
     async def verify(self, shards: list[HeldShard]) -> list[dict[str, Any]]:
@@ -41,8 +42,7 @@ class Verifications:
                 job = {"model": shard.model, "device": shard.device, "generation": shard.generation}
                 processes.append(VerifierProcess(shard.device, shard.model, [({"job": job}, shard.descriptors)]))
                 self._processes.add(processes[-1])
-            async with self._lock:
-                return list(await asyncio.gather(*map(_verify, shards, processes)))
+            return list(await asyncio.gather(*map(self._verify_in_turn, shards, processes)))
         except OSError as error:
             raise DeviceError(device=shards[0].device, problem=f"no channel to a verifier: {error.strerror}") from error
         finally:
@@ -58,6 +58,10 @@ class Verifications:
     async def stop(self) -> None:
         """Ends every verifier and waits until it is gone."""
         await _end_all(list(self._processes))
+
+    async def _verify_in_turn(self, shard: HeldShard, process: VerifierProcess) -> dict[str, Any]:
+        async with self._turns[shard.device]:
+            return await _verify(shard, process)
 
 
 async def inspect(device: str, shards: Sequence[tuple[str, list[OwnedFd]]]) -> list[WeightCacheError | None]:

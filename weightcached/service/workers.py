@@ -106,7 +106,8 @@ class WorkerProcess:
             self._channel.close("the service stops")
         if self._process is not None and self._process.returncode is None:
             try:
-                await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
+                async with asyncio.timeout(STOP_SECONDS):
+                    await self._process.wait()
             except TimeoutError:
                 _log.warning("worker %s pid=%d does not end; killed", self.device, self._process.pid)
                 self._process.send_signal(signal.SIGKILL)
@@ -268,7 +269,10 @@ async def gone(process: asyncio.subprocess.Process, role: str) -> None:
 
     One that hangs in a driver or on a disk cannot be killed (state D), and must not hold up everything else.
     """
+    # Not `wait_for`: that of Python 3.11 drops a cancellation that comes when the child has just ended, and then the
+    # task that waits here goes on for ever.
     try:
-        await asyncio.wait_for(process.wait(), END_SECONDS)
+        async with asyncio.timeout(END_SECONDS):
+            await process.wait()
     except TimeoutError:
         _log.error("%s pid=%d does not end; does its device or its disk hang?", role, process.pid)

@@ -22,7 +22,7 @@ from ..errors import (
     from_wire,
 )
 from ..fds import FdSet
-from ..paths import trusted_uids
+from ..paths import start_command, trusted_uids
 from . import framing
 from .messages import PROTOCOL, Hello, Request, request_to_json
 from .peer import peer_of, require_user
@@ -74,7 +74,7 @@ class Connection:
             return connection
         except (FileNotFoundError, ConnectionRefusedError):
             sock.close()
-            raise ServiceNotRunning(path=str(path)) from None
+            raise ServiceNotRunning(path=str(path), start=start_command()) from None
         except PermissionError:  # waiting would not help
             sock.close()
             problem = f"is closed to uid {os.geteuid()}; its service must list that in allow_uids"

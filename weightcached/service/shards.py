@@ -1,0 +1,80 @@
+"""What the workers report of their shards, and what becomes of the models by it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from .models import Model
+from .reload import weights_of
+
+if TYPE_CHECKING:
+    from .main import Service
+
+_log = logging.getLogger(__name__)
+
+
+class Shards:
+    """Who is told what workers say (`workers.WorkerOwner`). Borrows all parts of the service."""
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        load: Callable[[list[Model]], None],
+        changed: Callable[[Model], None],
+        tell_workers: Callable[[Iterable[str]], None],
+        announce: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """`load` queues models, `changed` is called at each change of a model's state, `tell_workers` tells those of
+        some devices what has become of the models there, `announce` tells who follows the service of an event."""
+        self._service = service
+        self._load = load
+        self._changed = changed
+        self._tell_workers = tell_workers
+        self._announce = announce
+
+    def model_wanted(self, device: str, model: str) -> None:
+        state = self._model_on(device, model)
+        if state is not None and (state.state == "absent" or state.may_be_tried_again):
+            self._load([state])
+
+    def shard_arrived(self, device: str, model: str, generation: int) -> None:
+        shard = self._service.vault.find(device, model)
+        state = self._model_on(device, model)
+        if state is not None and shard is not None:
+            # The newest, whichever was published last.
+            state.published(device, shard.generation, shard.nbytes, weights_of(shard))
+            if not state.whole:
+                # Before the shard is given out. That a model is whole is said after it, in `shard_held`: until then its
+                # worker has the rank of the load before.
+                self._tell_workers(state.devices)
+
+    def shard_held(self, device: str, model: str, generation: int) -> None:
+        state = self._model_on(device, model)
+        if state is not None:
+            self._changed(state)
+
+    def made_room(self, device: str, model: str, generation: int, room_for: str) -> None:
+        _log.info("%s generation %d is evicted from %s to make room for %s", model, generation, device, room_for)
+        name = {"model": model, "generation": generation, "device": device}
+        self._announce({"what": "evicted", **name, "reason": f"room for {room_for}"})
+        state = self._service.models.get(model)
+        if model == room_for or state is None or state.generation_on(device) != generation:
+            return
+        for other in state.devices:  # the model's other ranks are of no use without this one
+            rank = state.generation_on(other)
+            if other != device and rank is not None:
+                self._service.workers[other].unneeded(model, rank, room_for)
+
+    def shard_dropped(self, device: str, model: str, generation: int) -> None:
+        state = self._service.models.get(model)
+        if state is not None and state.generation_on(device) == generation:
+            state.gone(device)
+            self._changed(state)
+
+    def _model_on(self, device: str, name: str) -> Model | None:
+        """The configured model of that name, if it has a rank on the device."""
+        model = self._service.models.get(name)
+        return model if model is not None and device in model.devices else None
