@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,11 +54,17 @@ def bench(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def session_is_empty(leader: int) -> bool:
-    """Whether no process is left of the session that a finished `leader` had started."""
-    try:
-        os.killpg(leader, 0)
-    except ProcessLookupError:
-        return True
+    """Whether no process is left of the session that a finished `leader` had started.
+
+    Looks for ten seconds: those that the leader has killed end a moment after it, and nobody is told when.
+    """
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        try:
+            os.killpg(leader, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
     return False
 
 
