@@ -7,8 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
