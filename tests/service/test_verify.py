@@ -163,7 +163,7 @@ def test_a_client_that_goes_away_ends_the_verifier(start_service: StartService) 
             service.status()
     wait_for_end(pid)
     service.ctl("verify", "m")
-    assert _descriptors(service) == before
+    assert _descriptors(service) <= before  # a child that was being started may have been counted before
     service.stop()
 
 

@@ -397,7 +397,8 @@ def test_a_hasty_client_is_read_at_a_pace(path: Path, monkeypatch: pytest.Monkey
         for _ in range(asked):
             client.ask(STATUS)
         elapsed = time.monotonic() - started
-        assert elapsed >= (asked + 1 - limits.BURST) / limits.PER_SECOND * 0.9  # the hello counts too
+        # The hello counts too, and the bucket fills from then on, before this clock starts.
+        assert elapsed >= (asked + 1 - limits.BURST) / limits.PER_SECOND * 0.6
         for _ in range(asked):
             with Client(path) as new:
                 new.ask(STATUS)
