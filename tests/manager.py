@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import json
 import os
 import secrets
 import select
@@ -25,11 +24,9 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from tests.running import START_SECONDS, open_pidfd
+from tests.running import START_SECONDS, Asked, import_path, open_pidfd
 
-ROOT = Path(__file__).parents[1]
 MARK = "WEIGHTCACHED_TEST_UNIT"  # in the environment of every process of the unit, in place of its cgroup
 
 # Puts the store's descriptors where a service looks for them, and becomes the service: LISTEN_PID must be its pid.
@@ -49,11 +46,6 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2 + count :]])
 _ANCILLARY = socket.CMSG_SPACE(253 * 4) + socket.CMSG_SPACE(12)
 
 
-def _import_path() -> str:
-    """The repository first, then where this process finds packages beside the interpreter's own."""
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-
-
 @dataclass(slots=True, eq=False)
 class StoredFd:
     """One entry of the store."""
@@ -63,7 +55,7 @@ class StoredFd:
     polled: bool
 
 
-class Manager:
+class Manager(Asked):
     """One unit, ``weightcached serve`` with a config file of its own. Nothing runs before `start`; `abandon` frees all.
 
     `messages` are those of the main process since its last start; `refused` counts what others sent.
@@ -127,7 +119,7 @@ class Manager:
             store = list(self._store)
             environ = {
                 **os.environ,
-                "PYTHONPATH": _import_path(),
+                "PYTHONPATH": import_path(),
                 "NOTIFY_SOCKET": self.address,
                 "WEIGHTCACHED_RUNTIME_DIR": str(self.runtime_dir),
                 MARK: self._mark,
@@ -247,27 +239,6 @@ class Manager:
         """Waits until the service reports ready."""
         self.wait_for("READY=1")
         return self
-
-    def ctl(self, *arguments: str, code: int = 0) -> str:
-        """Output of ``weightcachectl``, which must exit with `code`; for a failure, what it said on stderr."""
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "weightcached.cli.ctl", *arguments],
-            env={**os.environ, "PYTHONPATH": _import_path(), "WEIGHTCACHED_RUNTIME_DIR": str(self.runtime_dir)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == code, f"{arguments}: {done.returncode}\n{done.stdout}{done.stderr}\n{self.log}"
-        return done.stdout if code == 0 else done.stderr
-
-    def status(self) -> dict[str, Any]:
-        """This service's part of ``weightcachectl status --json``."""
-        services = json.loads(self.ctl("status", "--json", "--instance", self.instance))["services"]
-        return dict(services[0])
-
-    def model(self, name: str) -> dict[str, Any]:
-        """A configured model's part of the status."""
-        return next(model for model in self.status()["models"] if model["model"] == name)
 
     # The store.
 

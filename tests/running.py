@@ -21,9 +21,48 @@ from typing import Any
 from weightcached.paths import control_path
 
 START_SECONDS = 30.0
+ROOT = Path(__file__).parents[1]
 
 
-class RunningService:
+def import_path() -> str:
+    """For PYTHONPATH: the repository first, then where this process finds packages beside the interpreter's own."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+class Asked:
+    """A service as ``weightcachectl`` sees it."""
+
+    runtime_dir: Path
+    instance: str
+
+    @property
+    def log(self) -> str:
+        """Everything the service and its children have written to stderr."""
+        raise NotImplementedError
+
+    def ctl(self, *arguments: str, code: int = 0) -> str:
+        """Output of ``weightcachectl``, which must exit with `code`; for a failure, what it said on stderr."""
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "weightcached.cli.ctl", *arguments],
+            env={**os.environ, "PYTHONPATH": import_path(), "WEIGHTCACHED_RUNTIME_DIR": str(self.runtime_dir)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == code, f"{arguments}: {done.returncode}\n{done.stdout}{done.stderr}\n{self.log}"
+        return done.stdout if code == 0 else done.stderr
+
+    def status(self) -> dict[str, Any]:
+        """This service's part of ``weightcachectl status --json``."""
+        services = json.loads(self.ctl("status", "--json", "--instance", self.instance))["services"]
+        return dict(services[0])
+
+    def model(self, name: str) -> dict[str, Any]:
+        """A configured model's part of the status."""
+        return next(model for model in self.status()["models"] if model["model"] == name)
+
+
+class RunningService(Asked):
     """``weightcached serve`` with a config file of its own; what it tells systemd is collected in `messages`.
 
     Messages are taken as they come. What they carry is closed, and what is about the descriptor store is not collected:
@@ -61,7 +100,7 @@ class RunningService:
             env={**os.environ, "NOTIFY_SOCKET": address, "WEIGHTCACHED_RUNTIME_DIR": str(runtime_dir)},
             stdin=subprocess.DEVNULL,
             stderr=self._log,
-            cwd=Path(__file__).parents[1],
+            cwd=ROOT,
             preexec_fn=partial(_limit, limits) if limits else None,
         )
 
@@ -94,28 +133,6 @@ class RunningService:
         """Waits until the service reports ready."""
         self.wait_for("READY=1")
         return self
-
-    def ctl(self, *arguments: str, code: int = 0) -> str:
-        """Output of ``weightcachectl``, which must exit with `code`; for a failure, what it said on stderr."""
-        done = subprocess.run(
-            [sys.executable, "-m", "weightcached.cli.ctl", *arguments],
-            env={**os.environ, "WEIGHTCACHED_RUNTIME_DIR": str(self.runtime_dir)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            cwd=Path(__file__).parents[1],
-        )
-        assert done.returncode == code, f"{arguments}: {done.returncode}\n{done.stdout}{done.stderr}\n{self.log}"
-        return done.stdout if code == 0 else done.stderr
-
-    def status(self) -> dict[str, Any]:
-        """This service's part of ``weightcachectl status --json``."""
-        services = json.loads(self.ctl("status", "--json", "--instance", self.instance))["services"]
-        return services[0]
-
-    def model(self, name: str) -> dict[str, Any]:
-        """A configured model's part of the status."""
-        return next(model for model in self.status()["models"] if model["model"] == name)
 
     def wait(self) -> int:
         """The exit status, once the service has ended by itself."""

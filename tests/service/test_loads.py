@@ -145,6 +145,18 @@ def test_a_refused_eviction_leaves_the_load_alone(
     service.stop()
 
 
+async def both_fail(checkpoint: Path) -> tuple[list[Model], asyncio.Task[None]]:
+    """Two models that were queued, once the second one has failed, and the queue's task, which still runs."""
+    models = [Model(ModelConfig(name=name, checkpoint=str(checkpoint)), ("host-0",)) for name in ("a", "b")]
+    ended = asyncio.Event()
+    queue = loads.Loads(lambda model: ended.set() if models[1].state == "failed" else None, lambda: 8 << 20)
+    task = asyncio.create_task(queue.run())
+    for item in models:
+        queue.add(item)
+    await asyncio.wait_for(ended.wait(), 10)
+    return models, task
+
+
 def test_a_loader_that_cannot_be_started_is_a_failed_model(
     monkeypatch: pytest.MonkeyPatch, checkpoint: Path, runtime_dir: Path
 ) -> None:
@@ -160,13 +172,7 @@ def test_a_loader_that_cannot_be_started_is_a_failed_model(
     monkeypatch.setattr(loads, "spawn_role", spawn)
 
     async def main() -> None:
-        models = [Model(ModelConfig(name=name, checkpoint=str(checkpoint)), ("host-0",)) for name in ("a", "b")]
-        ended = asyncio.Event()
-        queue = loads.Loads(lambda model: ended.set() if models[1].state == "failed" else None, lambda: 8 << 20)
-        task = asyncio.create_task(queue.run())
-        for item in models:
-            queue.add(item)
-        await asyncio.wait_for(ended.wait(), 10)
+        models, task = await both_fail(checkpoint)
         assert not task.done()
         task.cancel()
         assert "cannot be started: Resource temporarily unavailable" in str(models[0].error)
@@ -193,13 +199,7 @@ def test_a_loader_that_cannot_be_killed_holds_up_nobody(
     monkeypatch.setattr(loads, "spawn_role", spawn)
 
     async def main() -> None:
-        models = [Model(ModelConfig(name=name, checkpoint=str(checkpoint)), ("host-0",)) for name in ("a", "b")]
-        ended = asyncio.Event()
-        queue = loads.Loads(lambda model: ended.set() if models[1].state == "failed" else None, lambda: 8 << 20)
-        task = asyncio.create_task(queue.run())
-        for item in models:
-            queue.add(item)
-        await asyncio.wait_for(ended.wait(), 10)
+        models, task = await both_fail(checkpoint)
         assert hanging[0].returncode is None
         assert models[0].state == "failed"
         assert "no progress for 0 s" in str(models[0].error)

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests.leaks import NoDescriptorLeaks
-from tests.manager import HAND_OVER, ROOT, Manager
+from tests.manager import HAND_OVER, Manager
+from tests.running import ROOT
 from tests.worker.process import shard
 from weightcached.errors import ConnectionFailed
 from weightcached.fds import OwnedFd

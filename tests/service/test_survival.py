@@ -19,8 +19,8 @@ from tests.client.handmade import HandMade, Raw, make_shard, publish
 from tests.conftest import MakeCheckpoint
 from tests.leaks import NoDescriptorLeaks
 from tests.llama import Tensor, slab_of, write_llama
-from tests.manager import ROOT, Manager
-from tests.running import wait_for_end
+from tests.manager import Manager
+from tests.running import ROOT, wait_for_end
 from tests.service.conftest import HOST, HOSTS, attach, generation, held_by, model, slab_bytes
 from weightcached.errors import ModelNotLoaded
 from weightcached.fds import OwnedFd

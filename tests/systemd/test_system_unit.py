@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.systemd.test_unit import SMALL, Installation
+from tests.systemd.test_unit import SHELL, SMALL, Installation
 
 if TYPE_CHECKING:
     from .conftest import Result, UserSystemd
@@ -37,21 +37,9 @@ name = "minilm"
 checkpoint = "/home/$USER/models/minilm"
 END
 systemctl daemon-reload
-save() {
-    local name=$1 code=0; shift
-    "$@" > "/share/facts/$name" 2>&1 || code=$?
-    echo "$code" > "/share/facts/$name.code"
-}
 export WEIGHTCACHED_RUNTIME_DIR=/run/weightcached WEIGHTCACHED_SERVICE_USER=weightcached
 as() { setpriv --reuid="$1" --regid="$1" --clear-groups "${@:2}"; }
 show() { systemctl show --value --property="$1" weightcached@one.service; }
-wait_for() {
-    local end=$((SECONDS + $1)); shift
-    until "$@"; do
-        [ $SECONDS -lt $end ] || { echo "waited in vain for: $*"; exit 99; }
-        sleep 0.02
-    done
-}
 """
 
 # Attaches as an engine does, without torch, and prints the digest of what it got.
@@ -89,7 +77,7 @@ def installation(user_systemd: UserSystemd) -> Installation:
 
 def run(installation: Installation, script: str) -> Result:
     """Runs the script as root, with everything installed."""
-    result = installation.systemd.run("", as_root=INSTALL + script, unit=UNIT)
+    result = installation.systemd.run("", as_root=SHELL + INSTALL + script, unit=UNIT)
     print(result.journal)  # pytest shows it beside a failure
     assert result.code == 0, result.output
     return result

@@ -21,22 +21,13 @@ pytestmark = pytest.mark.systemd
 UNITS = Path(__file__).resolve().parents[2] / "packaging" / "systemd" / "user"
 SMALL, BIG = 1 << 20, 300 << 20  # bytes
 
-# What every script begins with. `save NAME COMMAND...` keeps the command's output and exit code for the test.
-PRELUDE = """
-set -eu
-mkdir -p ~/.local ~/.config
-cp -r /share/bin ~/.local/bin
-cp -r /share/config ~/.config/weightcached
-cp -r /share/systemd ~/.config/systemd
-systemctl --user daemon-reload
+# For any script. `save NAME COMMAND...` keeps the command's output and exit code for the test.
+SHELL = """
 save() {
     local name=$1 code=0; shift
     "$@" > "/share/facts/$name" 2>&1 || code=$?
     echo "$code" > "/share/facts/$name.code"
 }
-show() { systemctl --user show --value --property="$2" "weightcached@$1.service"; }
-# An inactive unit that nothing refers to is unloaded, and its result with it: enable a unit to look at it once stopped.
-state() { save "$2" systemctl --user show "weightcached@$1.service"; }
 # wait_for SECONDS COMMAND...: until the command succeeds.
 wait_for() {
     local end=$((SECONDS + $1)); shift
@@ -45,6 +36,19 @@ wait_for() {
         sleep 0.02
     done
 }
+"""
+
+# What every script begins with.
+PRELUDE = """
+set -eu
+mkdir -p ~/.local ~/.config
+cp -r /share/bin ~/.local/bin
+cp -r /share/config ~/.config/weightcached
+cp -r /share/systemd ~/.config/systemd
+systemctl --user daemon-reload
+show() { systemctl --user show --value --property="$2" "weightcached@$1.service"; }
+# An inactive unit that nothing refers to is unloaded, and its result with it: enable a unit to look at it once stopped.
+state() { save "$2" systemctl --user show "weightcached@$1.service"; }
 is() { [ "$(show "$1" "$2")" = "$3" ]; }
 """
 
@@ -132,7 +136,7 @@ class Installation:
 
     def run(self, script: str, *, code: int = 0) -> Result:
         """Runs the script after the prelude; it must end with ``code``."""
-        result = self.systemd.run(PRELUDE + script)
+        result = self.systemd.run(SHELL + PRELUDE + script)
         print(result.journal)  # pytest shows it beside a failure
         assert result.code == code, result.output
         return result

@@ -132,17 +132,16 @@ def _check(group: Group, devices: Collection[str]) -> ManifestHead:
 
 async def _inspect(device: str, groups: list[Group], inspect_slabs: Inspect) -> list[WeightCacheError | None]:
     shards = [(group.label, group.descriptors) for group in groups]
-    for pause in INSPECT_PAUSES:
+    for pause in (*INSPECT_PAUSES, None):
         try:
             return await inspect_slabs(device, shards)
         except WeightCacheError as error:
-            _log.warning("%s; another try in %.1f s", error, pause)
-            await asyncio.sleep(pause)
-    try:
-        return await inspect_slabs(device, shards)
-    except WeightCacheError as error:
-        _log.error("%s; its shards are adopted unchecked, clients check them when they map them", error)
-        return [None] * len(groups)
+            if pause is None:
+                _log.error("%s; its shards are adopted unchecked, clients check them when they map them", error)
+            else:
+                _log.warning("%s; another try in %.1f s", error, pause)
+                await asyncio.sleep(pause)
+    return [None] * len(groups)
 
 
 def _drop(group: Group, groups: list[Group], store: Store, error: WeightCacheError) -> None:
