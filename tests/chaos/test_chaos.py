@@ -25,7 +25,7 @@ from weightcached.wire.connection import Connection
 from weightcached.wire.messages import Evict, Load
 
 PACKAGE = Path(__file__).parents[2] / "weightcached"
-AT_ONCE = 0.3  # seconds that a check gets to see what will not pass
+AT_ONCE = 1.0  # seconds that a check gets to see what will not pass, beside what will
 
 
 @pytest.fixture(scope="module")
