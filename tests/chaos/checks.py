@@ -25,6 +25,7 @@ from weightcached.wire import messages
 
 SETTLE_SECONDS = 20.0
 LOOK_AGAIN_SECONDS = 0.01
+LEARN_LOOKS = 50  # of which the least is what a process has open at rest
 RENEWS = hasattr(messages, "Renew")  # clients say again what they hold when their worker has died
 _COMING = ("queued", "loading")
 _MEMFD = "/memfd:weightcached-"
@@ -66,6 +67,8 @@ class Checker:
         while True:
             problems, status = self.problems(touched)
             if not problems and status is not None:
+                if not self._usual:
+                    self._learn(status)
                 self._remember(status)
                 return status
             if time.monotonic() > end:
@@ -232,10 +235,24 @@ class Checker:
                 if digests[number] != held["digest"]:
                     raise Violation(f"engine {engine.pid}: the bytes of {held} have changed to {digests[number]}")
 
-    def _remember(self, status: dict[str, Any]) -> None:
+    def _learn(self, status: dict[str, Any]) -> None:
+        """What main and the workers have open while nobody asks them.
+
+        A look that follows a status may still see the connection by which main asked the worker for it; learned from
+        such looks alone, one socket too many would be the usual.
+        """
+        for _ in range(LEARN_LOOKS):
+            self._wait()
+            self._descriptors(status)
+            self._keep_least()
+
+    def _keep_least(self) -> None:
         for role, kinds in self._seen.items():
             usual = self._usual.setdefault(role, kinds)
             self._usual[role] = collections.Counter({kind: min(usual[kind], kinds[kind]) for kind in usual | kinds})
+
+    def _remember(self, status: dict[str, Any]) -> None:
+        self._keep_least()
         self.cached = set(_shards(status, "cached"))
         self.tight, self._leased = is_tight(status), self._held()
         whole = {item["model"] for item in status["models"] if item["state"] == "cached" and item["error"] is None}

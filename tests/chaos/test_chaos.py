@@ -74,11 +74,11 @@ def test_a_memfd_that_a_process_keeps_is_found(chaos: Chaos) -> None:
 
 
 def test_a_descriptor_that_a_worker_keeps_is_found(chaos: Chaos) -> None:
-    """A worker with one socket more than at rest."""
+    """A worker with one socket more than at rest (two, where the connection of the status is still to be closed)."""
     path = chaos.world.runtime_dir / "host-1.sock"
     with (
         closing(Connection.open(path, device="host-1", client="chaos")),
-        pytest.raises(Violation, match=r"worker: more descriptors than at rest: {'socket': 1}"),
+        pytest.raises(Violation, match=r"worker: more descriptors than at rest: {'socket': [12]}"),
     ):
         chaos.checker.settled(set(), AT_ONCE)
     chaos.checker.settled(set())
