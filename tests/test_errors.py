@@ -118,6 +118,7 @@ def test_exit_codes_are_the_published_ones() -> None:
         "no-such-model": 4,
         "model-not-loaded": 4,
         "other-content": 4,
+        "digest-pending": 4,
         "model-in-use": 5,
         "lock-held": 75,
         "bad-config": 78,

@@ -7,6 +7,7 @@ Importing this package imports neither torch nor anything else that takes time; 
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from .errors import (
@@ -18,6 +19,7 @@ from .errors import (
     ConnectionLost,
     DeviceError,
     DeviceFull,
+    DigestPending,
     EngineError,
     KeyMismatch,
     LoadFailed,
@@ -29,12 +31,14 @@ from .errors import (
     ModelInUse,
     ModelLoading,
     ModelNotLoaded,
+    ModelReplaced,
     NoSuchDevice,
     NoSuchModel,
     NotPermitted,
     OtherContent,
     PeerRefused,
     ProtocolError,
+    RankMismatch,
     ResourceError,
     RuntimeDirectoryError,
     ServiceNotRunning,
@@ -49,6 +53,7 @@ from .errors import (
 
 if TYPE_CHECKING:
     from .client.attach import Weights, attach
+    from .client.publish import publish
 
 __version__ = "0.1.0"
 
@@ -61,6 +66,7 @@ __all__ = [
     "ConnectionLost",
     "DeviceError",
     "DeviceFull",
+    "DigestPending",
     "EngineError",
     "KeyMismatch",
     "LoadFailed",
@@ -72,12 +78,14 @@ __all__ = [
     "ModelInUse",
     "ModelLoading",
     "ModelNotLoaded",
+    "ModelReplaced",
     "NoSuchDevice",
     "NoSuchModel",
     "NotPermitted",
     "OtherContent",
     "PeerRefused",
     "ProtocolError",
+    "RankMismatch",
     "ResourceError",
     "RuntimeDirectoryError",
     "ServiceNotRunning",
@@ -91,6 +99,7 @@ __all__ = [
     "WrongDevice",
     "__version__",
     "attach",
+    "publish",
 ]
 
 
@@ -100,8 +109,21 @@ def __getattr__(name: str) -> Any:
 
         globals().update(Weights=Weights, attach=attach)
         return globals()[name]
+    if name == "publish":
+        from .client.publish import publish
+
+        globals().update(publish=publish)
+        return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+# 1 or map: whoever uses safetensors in this process is answered from the cache. Not imported by name, since nothing in
+# the package may depend on it.
+if os.environ.get("WEIGHTCACHED_SAFETENSORS"):
+    import importlib
+
+    importlib.import_module("weightcached.safetensors.hook").install_if_wanted()

@@ -26,25 +26,28 @@
     ├── ModelError                what was asked of a model
     │   ├── NoSuchModel
     │   │   ├── ModelNotLoaded    configured, but not asked for yet
-    │   │   └── OtherContent      files of the same sizes are cached, with other bytes
+    │   │   ├── OtherContent      files of the same sizes are cached, with other bytes
+    │   │   └── DigestPending     files of the same sizes are cached, whose bytes are not known yet
     │   ├── ModelLoading
     │   ├── ModelFailed           its last load failed, or it was lost
     │   ├── KeyMismatch           cached, but not what was asked for
+    │   │   └── RankMismatch      another rank, or for other parallel sizes
+    │   ├── ModelReplaced         what is cached by its name now is not what was mapped
     │   ├── ModelInUse
     │   └── LoadFailed            raised by the loader, carries the reason
     ├── ManifestError             a manifest that does not fit its slabs
     ├── EngineError               an engine adapter that cannot take the weights
     └── MissingDependency         an optional package that is not installed
 
-Each class holds its wire code, its exit code and its sentence in one place. The sentence is a format string over the
-error's fields; fields are attributes too (``error.needed``). An error crosses a socket as code and fields, and is the
-same class with the same sentence on the other side.
+Each class holds its wire code, its exit code and its sentence, a format string over the error's fields, which are
+attributes too (``error.needed``). An error crosses a socket as code and fields, and arrives as the same class.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 
@@ -62,7 +65,8 @@ class WeightCacheError(Exception):
 
     def __str__(self) -> str:
         try:
-            return self.sentence.format_map(_Readable({**self.unsent, **self.fields}))
+            fields = {**self.unsent, **self.fields}
+            return self.sentence.format_map({name: _readable(value) for name, value in fields.items()})
         except (KeyError, ValueError, TypeError) as problem:
             # A peer of another version may send fewer or other fields than this version's sentence is made of.
             return f"{self.code}: {self.fields} ({type(problem).__name__}: {problem})"
@@ -77,7 +81,7 @@ class WeightCacheError(Exception):
             raise AttributeError(f"{type(self).__name__} has no field {name!r}") from None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.fields))
+        return (partial(type(self), **self.fields), ())
 
 
 class ConfigError(WeightCacheError):
@@ -272,10 +276,8 @@ class ModelNotLoaded(NoSuchModel):
 
 
 class OtherContent(NoSuchModel):
-    """Fields: model, device, known, cached (the model compared with), file (path), digest, recorded, differing, files.
-
-    `digest` is that of the file on disk, `recorded` that of the file which `cached` was loaded from; `differing` of all
-    `files` of the checkpoint differ.
+    """Fields: model, device, known, cached (the model compared with), file (path), digest (of the file on disk),
+    recorded (of the file that `cached` was loaded from), differing (how many files), files (how many there are).
     """
 
     code = "other-content"
@@ -284,6 +286,13 @@ class OtherContent(NoSuchModel):
         "({differing} of {files} files differ); load this checkpoint as a model of its own, "
         "or again, if it has changed: weightcachectl reload"
     )
+
+
+class DigestPending(NoSuchModel):
+    """Fields: model, device, known, cached (the models that may be it)."""
+
+    code = "digest-pending"
+    sentence = "no model {model} on {device} yet: what {cached} was loaded from is being digested; on_miss='wait' waits"
 
 
 class ModelLoading(ModelError):
@@ -310,6 +319,20 @@ class KeyMismatch(ModelError):
         "{model} is cached, but not as asked for: {differences} (wanted, cached); "
         "ask for what is cached, with tensor_parallel=(rank, size), dtype= or key=, or load what was asked for"
     )
+
+
+class RankMismatch(KeyMismatch):
+    """Fields: model, differences (field -> [wanted, cached]), advice."""
+
+    code = "rank-mismatch"
+    sentence = "{model} is cached, but not as asked for: {differences} (wanted, cached); {advice}"
+
+
+class ModelReplaced(ModelError):
+    """Fields: model, device, wanted, found ("generation N of <time>")."""
+
+    code = "model-replaced"
+    sentence = "{model} on {device} is {found} now, {wanted} was unmapped; end this engine's use of it and attach again"
 
 
 class ModelInUse(ModelError):
@@ -347,16 +370,13 @@ class MissingDependency(WeightCacheError):
     sentence = "{what} needs {package}: pip install 'weightcached[{extra}]'"
 
 
-class _Readable(dict[str, Any]):
-    """Fields as a person reads them: lists joined, nothing as "none"."""
-
-    def __getitem__(self, key: str) -> Any:
-        value = super().__getitem__(key)
-        if isinstance(value, dict):
-            return ", ".join(f"{k} {v}" for k, v in value.items()) or "none"
-        if isinstance(value, list | tuple | set):
-            return ", ".join(str(item) for item in value) or "none"
-        return "none" if value is None else value
+def _readable(value: Any) -> Any:
+    """A field as a person reads it: lists joined, nothing as "none"."""
+    if isinstance(value, dict):
+        value = [f"{key} {item}" for key, item in value.items()]
+    if isinstance(value, list | tuple | set):
+        return ", ".join(map(str, value)) or "none"
+    return "none" if value is None else value
 
 
 def _subclasses(cls: type[WeightCacheError]) -> list[type[WeightCacheError]]:
@@ -366,15 +386,8 @@ def _subclasses(cls: type[WeightCacheError]) -> list[type[WeightCacheError]]:
 BY_CODE: dict[str, type[WeightCacheError]] = {cls.code: cls for cls in _subclasses(WeightCacheError)}
 
 
-def _rebuild(cls: type[WeightCacheError], fields: dict[str, Any]) -> WeightCacheError:
-    return cls(**fields)
-
-
 def to_wire(error: WeightCacheError) -> dict[str, Any]:
-    """The error as a JSON object: code, fields, and the sentence for a peer that does not know the code.
-
-    A field that JSON does not have, such as a path, becomes its text: an error reply must not fail itself.
-    """
+    """Code, fields, and the sentence for a peer that does not know the code. What JSON has not becomes its text."""
     return {"code": error.code, "fields": json.loads(json.dumps(error.fields, default=str)), "message": str(error)}
 
 

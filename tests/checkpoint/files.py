@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -34,6 +35,21 @@ def write_sharded(
     document = {"weight_map": true_map if weight_map is None else weight_map, **index}
     (folder / INDEX).write_text(json.dumps(document))
     return folder
+
+
+def hub_cache(folder: Path, source: Path, change: str | None = None) -> Path:
+    """A snapshot of the files of `source`, laid out as huggingface_hub does; the one named `change` ends otherwise."""
+    blobs, snapshot = folder / "blobs", folder / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for path in sorted(source.iterdir()):
+        data = path.read_bytes()
+        if path.name == change:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        name = hashlib.sha256(data).hexdigest() if path.suffix == ".safetensors" else hashlib.sha1(data).hexdigest()
+        (blobs / name).write_bytes(data)
+        (snapshot / path.name).symlink_to(f"../../blobs/{name}")
+    return snapshot
 
 
 def wait_for_tick(path: Path) -> None:

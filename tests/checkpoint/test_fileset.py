@@ -395,6 +395,50 @@ def test_change_to_any_shard(tmp_path: Path) -> None:
             checkpoint.recheck()
 
 
+BLOB = "0123456789abcdef" * 4
+
+
+@pytest.mark.parametrize(
+    ("target", "digest"),
+    [
+        (f"blobs/{BLOB}", f"sha256:{BLOB}"),
+        (f"blobs/{BLOB[:40]}", None),
+        (f"blobs/{BLOB.upper()}", None),
+        (f"blobs/{BLOB}0", None),
+        (f"other/{BLOB}", None),
+        (f"blobs/sub/{BLOB}", None),
+    ],
+)
+def test_a_blobs_name_is_its_digest(target: str, digest: str | None, tmp_path: Path) -> None:
+    """A link to blobs/<64 lower-case hexadecimal digits> gives the digest; nothing else that a link leads to does."""
+    blob = tmp_path / target
+    blob.parent.mkdir(parents=True)
+    blob.write_bytes(shard_bytes(["w"]))
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "snapshots" / "model.safetensors").symlink_to(blob)
+    (tmp_path / "again").symlink_to("snapshots")
+    for path in (tmp_path / "snapshots", tmp_path / "again", tmp_path / "again" / "model.safetensors"):
+        with open_checkpoint(path) as checkpoint:
+            assert checkpoint.blob_digests() == [digest]
+
+
+def test_a_link_that_leads_elsewhere_by_now_has_no_digest(tmp_path: Path) -> None:
+    """The name is that of the open file, or there is none: the link was set to another blob, or the blob is gone."""
+    link = tmp_path / "model.safetensors"
+    (tmp_path / "blobs").mkdir()
+    for name in (BLOB, BLOB[::-1]):
+        (tmp_path / "blobs" / name).write_bytes(shard_bytes(["w"]))
+    link.symlink_to(tmp_path / "blobs" / BLOB)
+    with open_checkpoint(link) as checkpoint:
+        link.unlink()
+        link.symlink_to(tmp_path / "blobs" / BLOB[::-1])
+        assert checkpoint.blob_digests() == [None]
+        (tmp_path / "blobs" / BLOB[::-1]).unlink()
+        assert checkpoint.blob_digests() == [None]
+        link.unlink()
+        assert checkpoint.blob_digests() == [None]
+
+
 def test_real_model(minilm: Path) -> None:
     """A real model as it is published: every tensor, its type and its class."""
     with NoDescriptorLeaks(), open_checkpoint(minilm) as checkpoint:

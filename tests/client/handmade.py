@@ -171,6 +171,10 @@ class RunningWorker:
         self._tell({"models": models})
         self.status()
 
+    def digested(self, model: str, generation: int) -> None:
+        """What the service says when the digest of a shard's files is known."""
+        self._tell({"digested": {"model": model, "generation": generation}})
+
     def status(self) -> dict[str, Any]:
         with Connection.open(self.path, device=DEVICE) as connection:
             found, fds = connection.request(Status())
@@ -180,6 +184,10 @@ class RunningWorker:
     def leases(self) -> list[int]:
         """The pids that hold shards now."""
         return [lease["pid"] for shard in self.status()["shards"] for lease in shard["leases"]]
+
+    def lose(self, model: str, generation: int, reason: str) -> None:
+        """The service says that this shard's memory is lost; its holders are told."""
+        self._tell({"lost": {"reason": reason, "model": model, "generation": generation}})
 
     def wait_released(self, drop: Callable[[], None], seconds: float = 10.0) -> None:
         """Runs `drop`, then waits until the worker has seen a lease end."""

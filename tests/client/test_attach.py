@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import subprocess
@@ -18,11 +17,9 @@ import torch
 
 import weightcached
 from tests.client.handmade import DEVICE, Raw, RunningWorker, make_shard
-from tests.client.lending import Listener, tell
 from tests.leaks import NoDescriptorLeaks
 from weightcached import attach
 from weightcached.errors import (
-    ConnectionFailed,
     ConnectionLost,
     KeyMismatch,
     ManifestError,
@@ -34,9 +31,7 @@ from weightcached.errors import (
     RuntimeDirectoryError,
     ServiceNotRunning,
     TimedOut,
-    TooManyConnections,
     WrongDevice,
-    to_wire,
 )
 from weightcached.wire.connection import Connection
 from weightcached.wire.messages import Status
@@ -50,60 +45,6 @@ def tiny(**changes: Any) -> Any:
     data = VALUES.numpy().tobytes()
     raws = [Raw("b", "F32", (2, 4), data), Raw("a", "F32", (8,), data)]
     return make_shard(raws, **{"aliases": {"tied": "b"}, **changes})
-
-
-def test_a_mapping_in_the_manifests_order(worker: RunningWorker) -> None:
-    """Names come in the manifest's order, tied names after them; values and properties are as in the manifest."""
-    worker.publish(tiny(attributes={"checkpoint": "/models/tiny"}))
-
-    with attach("tiny", device=DEVICE) as weights:
-        assert list(weights) == ["b", "a", "tied"]
-        assert len(weights) == 3
-        assert "tied" in weights and "c" not in weights and 5 not in weights
-        assert torch.equal(weights["b"], VALUES.reshape(2, 4))
-        assert weights["tied"] is weights["b"]
-        assert weights["b"] is weights["b"]
-        assert dict(weights).keys() == {"a", "b", "tied"}
-        assert (weights.device, weights.generation, weights.nbytes) == (DEVICE, 1, weights.manifest.nbytes)
-        assert weights.key.content == "c0"
-        assert weights.manifest.attributes == {"checkpoint": "/models/tiny"}
-        assert repr(weights) == "<Weights of tiny, generation 1, on host-0: 2 tensors, 288 bytes>"
-        with pytest.raises(KeyError, match="'c'"):
-            weights["c"]
-
-
-def test_the_lease_lasts_as_long_as_any_tensor(worker: RunningWorker) -> None:
-    """`close` keeps tensors that were made; the worker sees the lease end when the last of them is gone."""
-    worker.publish(tiny())
-    weights = attach("tiny", device=DEVICE)
-    kept = [weights["a"]]
-    assert worker.leases() == [os.getpid()]
-
-    weights.close()
-    gc.collect()
-    assert worker.leases() == [os.getpid()]
-    assert torch.equal(kept[0], VALUES)
-    assert weights.closed and len(weights) == 3
-    with pytest.raises(ValueError, match="the weights of tiny are closed"):
-        weights["b"]
-
-    worker.wait_released(kept.clear)
-    assert worker.leases() == []
-
-
-def test_the_weights_themselves_hold_the_lease(worker: RunningWorker) -> None:
-    """Weights without any tensor made, even of a model without bytes, are in use until they are dropped."""
-    worker.publish(make_shard([Raw("e", "F32", (0,), b"")]))
-    held = [attach("tiny", device=DEVICE)]
-    assert held[0]["e"].shape == (0,)
-    assert worker.leases() == [os.getpid()]
-
-    closed = attach("tiny", device=DEVICE)
-    closed.close()
-    with pytest.raises(ValueError, match="the weights of tiny are closed"):
-        len(closed)
-
-    worker.wait_released(held.clear)
 
 
 def test_a_copy_lets_go_at_once(worker: RunningWorker) -> None:
@@ -315,74 +256,6 @@ def test_a_connection_that_is_lost(runtime_dir: Path, start_worker: StartWorker)
     assert torch.equal(attached[0], VALUES)
 
 
-def test_waiting_for_a_connection(listen: Callable[[], Listener], start_worker: StartWorker) -> None:
-    """A user who has too many connections may have fewer in a moment: with on_miss="wait" it is tried again."""
-    listener = listen()
-    attached: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: attached.append(attach("tiny", device=DEVICE, on_miss="wait", timeout=30)["a"].clone())
-    )
-    thread.start()
-    for _ in range(2):
-        tell(listener.accept(), {"error": to_wire(TooManyConnections(uid=1, limit=2))})
-    listener.close()
-
-    start_worker().publish(tiny())
-    thread.join(30)
-
-    assert torch.equal(attached[0], VALUES)
-
-
-def test_waiting_for_a_connection_has_an_end(listen: Callable[[], Listener]) -> None:
-    """Too many connections until the time is over: `TimedOut`, which says so."""
-    listener = listen()
-    caught: list[Exception] = []
-
-    def wait() -> None:
-        try:
-            attach("tiny", device=DEVICE, on_miss="wait", timeout=0.5)
-        except (TimedOut, TooManyConnections) as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    refusals = 0
-    while thread.is_alive():
-        if not listener.quiet(0.05):
-            tell(listener.accept(), {"error": to_wire(TooManyConnections(uid=1, limit=2))})
-            refusals += 1
-    thread.join()
-
-    assert isinstance(caught[0], TimedOut)
-    assert "for a connection: uid 1 has 2 connections here" in str(caught[0])
-    assert 2 <= refusals <= 8
-
-
-def test_waiting_without_inotify(runtime_dir: Path, start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernel gives no watch, on_miss="wait" looks by the clock: not too often, to its end or to the model."""
-    asked = []
-
-    def none(path: Path) -> None:
-        asked.append(path)
-        raise ConnectionFailed(path=str(path), problem="no watch")
-
-    monkeypatch.setattr("weightcached.client.waiting.PathWatch", none)
-    with pytest.raises(TimedOut, match="for the service"):
-        attach("tiny", device=DEVICE, on_miss="wait", timeout=0.3)
-    assert 2 <= len(asked) <= 6
-    attached: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: attached.append(attach("tiny", device=DEVICE, on_miss="wait", timeout=30)["a"].clone())
-    )
-    thread.start()
-    thread.join(0.3)
-
-    start_worker().publish(tiny())
-    thread.join(30)
-
-    assert torch.equal(attached[0], VALUES)
-
-
 def test_bad_replies(worker: RunningWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reply without a manifest and a manifest of another device are refused; no lease and no descriptor stays."""
     worker.publish(tiny())
@@ -414,24 +287,6 @@ def test_bad_replies(worker: RunningWorker, monkeypatch: pytest.MonkeyPatch) -> 
         with NoDescriptorLeaks(), pytest.raises(WrongDevice, match="wanted host-0, found host-1"):
             attach("tiny", device=DEVICE)
         elsewhere.close()
-
-
-def test_the_table_is_checked_when_it_is_first_needed() -> None:
-    """A tensor past its slab is refused at the first look-up, before any view of it exists."""
-    from dataclasses import replace
-
-    from weightcached.client.attach import Weights
-    from weightcached.shard.manifest import read_documents, write_manifest
-
-    shard = tiny()
-    entries = (shard.table.tensors[0]._replace(offset=1 << 20), *shard.table.tensors[1:])
-    with write_manifest(shard.head, replace(shard.table, tensors=entries)) as fd:
-        _, table = read_documents(fd.fileno())
-    shard.close()
-    weights = Weights(shard.head, table, [torch.zeros(288, dtype=torch.uint8)], None)
-
-    with pytest.raises(ManifestError, match="ends at byte"):
-        weights["a"]
 
 
 @pytest.mark.parametrize(

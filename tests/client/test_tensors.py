@@ -186,3 +186,23 @@ def test_a_view_never_leaves_its_slab() -> None:
 
     with pytest.raises(RuntimeError, match="out of bounds"):
         SlabViews(slabs).view(TensorEntry("x", 0, 0, 4096, "U8", (4096,)))
+
+
+def test_private_entries_that_share_bytes_share_a_copy() -> None:
+    """What is written to one is read from the other, as in the engine that published them; strides stay."""
+    slab = torch.arange(64, dtype=torch.float32).view(torch.uint8)
+    entries = [
+        TensorEntry("all", 0, 0, 64, "F32", (16,), private=True),
+        TensorEntry("part", 0, 16, 16, "F32", (4,), (1,), private=True),
+        TensorEntry("column", 0, 128, 36, "F32", (3, 2), (1, 6), private=True),
+        TensorEntry("host", 0, 0, 64, "F32", (16,), on_host=True),
+    ]
+    views = SlabViews([slab])
+    views.copy_together(entries)
+    made = {entry.name: views.view(entry) for entry in entries}
+
+    made["part"].fill_(-1)
+    assert made["all"].tolist() == [0.0, 1.0, 2.0, 3.0, -1.0, -1.0, -1.0, -1.0, *map(float, range(8, 16))]
+    assert made["column"].stride() == (1, 6) and made["column"].tolist() == [[32, 38], [33, 39], [34, 40]]
+    assert made["host"].tolist() == list(map(float, range(16)))
+    assert torch.equal(slab.view(torch.float32), torch.arange(64, dtype=torch.float32))

@@ -279,6 +279,53 @@ def test_closing_waits_for_the_device_first(fake: FakeDriver) -> None:
         assert fake.calls == []
 
 
+def test_unmapped_slabs_come_back_at_the_same_addresses(fake: FakeDriver) -> None:
+    """`unmap` keeps the addresses and the context, and no memory; `remap` puts the slabs there, read-only as before."""
+    with sealed(fake, b"abc") as first, sealed(fake, b"defg") as second:
+        slabs = [(first.fileno(), 3), (second.fileno(), 4)]
+        mapping = CudaMapping.open(0, slabs)
+        places = [mapping.address + offset for offset in mapping.offsets]
+        fake.calls.clear()
+        mapping.unmap()
+        mapping.unmap()
+        assert [name for name in fake.calls if "Ctx" not in name or "Synchronize" in name] == [
+            "cuCtxSynchronize", "cuMemUnmap", "cuMemUnmap",
+        ]  # fmt: skip
+        assert fake.live() == {"reservations": 1, "contexts": 1}
+        with pytest.raises(ManifestError, match="2 slabs were mapped, 1 came"):
+            mapping.remap(slabs[:1])
+        mapping.remap(slabs)
+        assert [fake.peek(place, size) for place, size in zip(places, (3, 4), strict=True)] == [b"abc", b"defg"]
+        with pytest.raises(ValueError, match="mapped"):
+            mapping.remap(slabs)
+        fake.poke(places[0], b"x")
+        with pytest.raises(DeviceError, match="ILLEGAL_ADDRESS"):
+            mapping.unmap()
+        assert fake.live() == {"reservations": 1, "contexts": 1}, "unmapped all the same"
+        mapping.close()
+        assert fake.live() == {}
+
+
+@pytest.mark.parametrize("call", ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"])
+def test_a_remap_that_fails_may_be_tried_again(fake: FakeDriver, call: str) -> None:
+    """Whichever call of the driver fails, nothing is mapped and nothing leaks; the next try succeeds."""
+    with sealed(fake, b"abc") as fd:
+        mapping = CudaMapping.open(0, [(fd.fileno(), 3)])
+        mapping.unmap()
+        before = len(fake.calls)
+        mapping.remap([(fd.fileno(), 3)])
+        number = fake.calls[before:].index(call)
+        mapping.unmap()
+        fake.failures[len(fake.calls) + number] = Status.CUDA_ERROR_UNKNOWN
+        with pytest.raises(DeviceError, match=call):
+            mapping.remap([(fd.fileno(), 3)])
+        assert fake.live() == {"reservations": 1, "contexts": 1}
+        mapping.remap([(fd.fileno(), 3)])
+        assert fake.peek(mapping.address, 3) == b"abc"
+        mapping.close()
+        assert fake.live() == {}
+
+
 def test_closing_works_in_any_thread(fake: FakeDriver) -> None:
     """A finalizer may run in a thread that never used CUDA; that thread has no current context afterwards either."""
     with sealed(fake, b"abc") as fd:

@@ -342,6 +342,7 @@ def test_a_table_that_is_none_is_refused(document: bytes) -> None:
     [
         entry(),
         entry(offset=SLAB - 256, nbytes=256, dtype="U8", shape=(256,)),
+        entry(offset=16),
         entry(nbytes=4, shape=()),
         entry(nbytes=0, shape=(0, 3)),
         entry(nbytes=0, shape=(0, 3), offset=SLAB),
@@ -367,8 +368,8 @@ def test_what_lies_inside_is_accepted(good: TensorEntry) -> None:
         ({"offset": 1 << 70}, "ends at byte"),
         ({"slab": 1, "offset": 512, "nbytes": 1, "dtype": "U8", "shape": (1,)}, "ends at byte 513 of a slab of 512"),
         ({"offset": SLAB + 256, "nbytes": 0, "shape": (0,)}, "ends at byte"),
-        ({"offset": 255}, "offset 255 is no multiple of 256"),
-        ({"offset": 4}, "offset 4 is no multiple of 256"),
+        ({"offset": 255}, "offset 255 is no multiple of 16"),
+        ({"offset": 4}, "offset 4 is no multiple of 16"),
         ({"offset": -256}, "offset -256"),
         ({"nbytes": -24}, "nbytes -24 is negative"),
         ({"slab": 2}, "slab 2 of 2"),
@@ -472,7 +473,7 @@ def test_too_many_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors and aliases together have a limit, which is far above any model."""
     monkeypatch.setattr(manifest, "MAX_TENSORS", 3)
     check(entry(), entry(name="v"), aliases={"u": "w"})
-    with pytest.raises(ManifestError, match="4 tensors and aliases, at most 3 are read"):
+    with pytest.raises(ManifestError, match="4 tensors, aliases and attributes, at most 3 are read"):
         check(entry(), entry(name="v"), aliases={"u": "w", "t": "w"})
 
 
@@ -568,3 +569,21 @@ def test_span(arguments: tuple[str, tuple[int, ...], tuple[int, ...] | None], ex
     """From the first byte to past the last one, for scalars, transposed, spread, broadcast and empty tensors."""
     span: Callable[..., int | None] = span_bytes
     assert span(*arguments) == expected
+
+
+def test_attributes_and_further_roles_come_back() -> None:
+    """Scalars with their types, the attribute role and tensors of the host are read as they were written."""
+    entries = (
+        TensorEntry("a", 0, 0, 4, "F32", (1,), role="attribute", persistent=False),
+        TensorEntry("b", 0, 16, 4, "F32", (1,), private=True),
+        TensorEntry("c", 0, 32, 4, "F32", (1,), on_host=True),
+    )
+    scalars: dict[str, manifest.Scalar] = {"x.scale": 0.5, "x.one": 1.0, "n": 1, "on": True, "kind": "k", "no": None}
+    table = TensorTable(entries, {}, scalars)
+
+    with manifest.write_manifest(head(tensor_count=3), table) as fd:
+        again = parse_table(manifest.read_documents(fd.fileno())[1])
+
+    assert again == table
+    assert [type(value) for value in again.attributes.values()] == [float, float, int, bool, str, type(None)]
+    manifest.check_table(head(tensor_count=3), again)

@@ -47,7 +47,7 @@ EXPECTED: list[tuple[Request, dict[str, Any]]] = [
             "op": "renew",
         },
     ),
-    (Reserve("minilm", 1 << 40), {"model": "minilm", "nbytes": 1 << 40, "op": "reserve"}),
+    (Reserve("minilm", 1 << 40), {"model": "minilm", "nbytes": 1 << 40, "peak": None, "op": "reserve"}),
     (Publish(), {"op": "publish"}),
     (Status(), {"op": "status"}),
     (Evict("minilm"), {"model": "minilm", "device": None, "force": False, "op": "evict"}),

@@ -8,7 +8,7 @@ import pytest
 
 from tests.leaks import NoDescriptorLeaks
 from tests.worker.test_catalogue import NOW, OTHER, PEER, Device, OnDevice, full, publish
-from weightcached.errors import DeviceFull
+from weightcached.errors import DeviceFull, ProtocolError
 from weightcached.worker.budget import ModelPolicy
 
 
@@ -188,3 +188,42 @@ class TestOthers:
         device.total, device.free = 1000, 300
         error = refused(catalogue, 1)
         assert (error.free, error.others) == (0, 0)
+
+
+class TestPeak:
+    """A publisher that frees as it goes needs its bytes of the limit, and of the device only the peak."""
+
+    def test_the_device_need_not_have_both(self, catalogue: OnDevice, device: Device) -> None:
+        """600 bytes are admitted with 100 free on the device, if no more are taken at once."""
+        device.free = 100
+        with pytest.raises(DeviceFull):
+            catalogue.victims("x", 600)
+        assert catalogue.victims("x", 600, 100) == []
+        catalogue.reserve("x", 600, PEER, 100)
+        assert catalogue.held == 600
+
+    def test_peaks_are_spoken_for(self, catalogue: OnDevice, device: Device) -> None:
+        """What one reservation may still take of the device is not another one's."""
+        device.free = 100
+        catalogue.reserve("x", 300, PEER, 60)
+        with pytest.raises(DeviceFull) as caught:
+            catalogue.reserve("y", 300, OTHER, 41)
+        assert (caught.value.needed, caught.value.free) == (41, 40)
+        catalogue.reserve("y", 300, OTHER, 40)
+
+    def test_the_limit_counts_all_bytes(self, catalogue: OnDevice) -> None:
+        """However small the peak is."""
+        with pytest.raises(DeviceFull) as caught:
+            catalogue.reserve("x", 1001, PEER, 1)
+        assert (caught.value.needed, caught.value.free) == (1001, 1000)
+
+    def test_others_go_for_a_peak(self, catalogue: OnDevice, device: Device) -> None:
+        """An idle shard is evicted where the device lacks bytes, though the limit has room."""
+        publish(catalogue, "idle", 100)
+        device.free = 10
+        assert [shard.model for shard in catalogue.victims("x", 600, 50)] == ["idle"]
+
+    def test_a_negative_peak_is_no_reservation(self, catalogue: OnDevice) -> None:
+        """As little as a negative size is."""
+        with pytest.raises(ProtocolError):
+            catalogue.reserve("x", 10, PEER, -1)

@@ -54,11 +54,13 @@ class OnDevice(Catalogue):
         super().__init__("host-0", 1000)
         self.memory = device
 
-    def reserve(self, model: str, nbytes: int, peer: Peer) -> Reservation:  # type: ignore[override]
-        return super().reserve(model, nbytes, peer, self.memory())
+    def reserve(  # type: ignore[override]
+        self, model: str, nbytes: int, peer: Peer, peak: int | None = None
+    ) -> Reservation:
+        return super().reserve(model, nbytes, peer, self.memory(), peak)
 
-    def victims(self, model: str, nbytes: int) -> list[Shard]:  # type: ignore[override]
-        return super().victims(model, nbytes, self.memory())
+    def victims(self, model: str, nbytes: int, peak: int | None = None) -> list[Shard]:  # type: ignore[override]
+        return super().victims(model, nbytes, self.memory(), peak)
 
 
 @pytest.fixture

@@ -604,7 +604,7 @@ class TestSettling:
     def test_another_rank_that_goes_waits_too(self, fresh: WorkerProcess) -> None:
         """A rank that is needed no more is dropped only when nobody has come back to it."""
         with fresh.client() as holder:
-            fresh.tell({"unneeded": {"model": "kept", "generation": 1, "room_for": "new"}})
+            fresh.tell({"unneeded": {"model": "kept", "generation": 1, "reason": "room for new"}})
             renew(holder, "kept", 1, 4)
             while fresh.status()["settles_in"]:
                 select.select([fresh.channel], [], [], 0.2)
@@ -822,6 +822,17 @@ def test_subscribers_hear_of_everything(worker: WorkerProcess) -> None:
         events = [watcher.receive() for _ in range(3)]
         name = {"model": "seen", "generation": generation, "nbytes": 256}
         assert events == [{"event": {"what": what, **name}} for what in ("published", "released", "evicted")]
+
+
+def test_subscribers_hear_of_a_digest(worker: WorkerProcess) -> None:
+    """What the service says of the current generation is passed on; of another one, or of no model, nothing is."""
+    with worker.client() as watcher:
+        generation = worker.publish("read")
+        watcher.ask({"op": "subscribe"})
+        for name, number in (("read", generation + 1), ("none", 1), ("read", generation)):
+            worker.tell({"digested": {"model": name, "generation": number}})
+        expected = {"what": "digested", "model": "read", "generation": generation, "nbytes": 256}
+        assert watcher.receive() == {"event": expected}
 
 
 def test_a_connection_may_attach_reserve_and_publish(worker: WorkerProcess) -> None:

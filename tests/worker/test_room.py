@@ -167,7 +167,7 @@ class TestUnneeded:
         generation = worker.publish("rank")
         with worker.client() as watcher:
             watcher.ask({"op": "subscribe"})
-            worker.tell({"unneeded": {"model": "rank", "generation": generation, "room_for": "new"}})
+            worker.tell({"unneeded": {"model": "rank", "generation": generation, "reason": "room for new"}})
             assert worker.dropped() == ("rank", generation)
             event = (watcher.receive() or {})["event"]
             assert (event["what"], event["reason"]) == ("evicted", "room for new")
@@ -177,10 +177,10 @@ class TestUnneeded:
         old = worker.publish("rank")
         new = worker.publish("rank")
         worker.dropped()
-        worker.tell({"unneeded": {"model": "rank", "generation": old, "room_for": "new"}})
+        worker.tell({"unneeded": {"model": "rank", "generation": old, "reason": "room for new"}})
         with worker.client() as holder:
             holder.ask({"op": "attach", "model": "rank"})
-            worker.tell({"unneeded": {"model": "rank", "generation": new, "room_for": "new"}})
+            worker.tell({"unneeded": {"model": "rank", "generation": new, "reason": "room for new"}})
             assert [shard["generation"] for shard in worker.shards("rank")] == [new]
 
 

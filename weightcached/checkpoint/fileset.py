@@ -9,7 +9,7 @@
 Other weights in the folder, of other formats or half downloaded, are never read; `Checkpoint.ignored` names them.
 
 Names are judged before links are followed: in a Hugging Face cache ``snapshots/<revision>/model.safetensors`` points to
-``blobs/<sha256>``, which has no suffix.
+``blobs/<sha256>``, which has no suffix. That name is the digest of what huggingface_hub has put there (`blob_digests`).
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ _OTHER_WEIGHTS = (
     "*.msgpack",
     f"*{_UNFINISHED}",
 )
+BLOB_PREFIX = "sha256:"
+_BLOB = re.compile(r"[0-9a-f]{64}")  # of a large file; a small one has a git hash, of 40 digits
 _PART = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")  # as transformers and huggingface_hub name the files of a set
 
 
@@ -115,6 +117,13 @@ class Checkpoint:
                 owned = {tensor.name for tensor in file.tensors}
                 found += [(number, tensor.name) for tensor in file.header.tensors if tensor.name not in owned]
         return tuple(found)
+
+    def blob_digests(self) -> list[str | None]:
+        """ "sha256:<hex>" of each file that a link into a Hugging Face cache leads to, None for others.
+
+        By the blob's name: nothing is read, so it is as true as that cache.
+        """
+        return [_blob_digest(self.folder / file.name, file.source) for file in self.files]
 
     def recheck(self) -> None:
         """`CheckpointChanged` unless every file, open and by its path, is what it was before its header was read.
@@ -291,6 +300,18 @@ def _open_weights(path: Path) -> OwnedFd:
     if os.path.realpath(path).endswith(_UNFINISHED) or os.path.lexists(f"{path}.aria2"):
         raise CheckpointError(file=str(path), problem=_UNFINISHED_PROBLEM)
     return open_regular(path)
+
+
+def _blob_digest(path: Path, source: SourceFile) -> str | None:
+    target = Path(os.path.realpath(path))
+    if target.parent.name != "blobs" or not _BLOB.fullmatch(target.name):
+        return None
+    try:
+        found = os.stat(target)
+    except OSError:
+        return None
+    # Not what another link, made since the file was opened, leads to.
+    return BLOB_PREFIX + target.name if (found.st_dev, found.st_ino) == (source.device, source.inode) else None
 
 
 def _read_file(path: Path, fd: OwnedFd, chosen: _Choice) -> CheckpointFile:

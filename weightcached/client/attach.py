@@ -5,55 +5,37 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..errors import (
-    ConnectionFailed,
-    ConnectionLost,
-    ManifestError,
-    ModelError,
-    ServiceNotRunning,
-    TimedOut,
-    TooManyConnections,
-    WrongDevice,
-)
+from ..errors import ConnectionFailed, ManifestError, ModelError, WrongDevice
 from ..fds import FdSet
-from ..shard.key import ShardKey
-from ..shard.manifest import (
-    ManifestHead,
-    TensorEntry,
-    TensorTable,
-    check_table,
-    parse_head,
-    parse_table,
-    read_documents,
-)
+from ..shard.manifest import ManifestHead, parse_head, read_documents
 from ..trace import point
 from ..wire.connection import Connection, seconds_left
 from ..wire.messages import Attach
 from .keeper import Grant
 from .leases import Lease
-from .mapping import copy_slabs, map_slabs
+from .mapping import MappedSlabs, copy_slabs, map_slabs
+from .retrying import keep_trying
 from .target import Target, import_torch, resolve, worker_socket
-from .tensors import SlabViews
+from .weights import Document, Weights
 
 if TYPE_CHECKING:
     import torch
 
     from .progress import WaitLog
 
+__all__ = ["LONGEST_SECONDS", "Mode", "OnMiss", "Weights", "attach", "require_one_of"]
+
 Mode = Literal["zero_copy", "copy"]
-Document = bytes | memoryview
 OnMiss = Literal["fail", "wait"]
 
 _log = logging.getLogger(__name__)
 _SPLITS = ("tensor", "pipeline", "expert", "data")
 LONGEST_SECONDS = 1e6  # eleven days; sockets and poll take no more than some 2e6
 _ANSWER_SECONDS = 5.0  # beyond the wait that the worker itself was asked for
-_RETRY_SECONDS = 0.1  # a bound socket that does not listen yet gives no event when it does
 
 
 def attach(
@@ -75,7 +57,8 @@ def attach(
         checkpoint: a folder with ``*.safetensors`` or one such file. It is the same when every file's device, inode,
             size and times are what the loader saw; else, at equal sizes, its whole content is digested and compared,
             and the digest is remembered in ``$XDG_CACHE_HOME/weightcached``. Equal sizes with other bytes are
-            `OtherContent`, a `NoSuchModel` that names the file.
+            `OtherContent`, a `NoSuchModel` that names the file; `DigestPending`, another one, while the digest of what
+            an engine has published is still being computed.
         device: "host-0", "cpu" (host-0), "GPU-<uuid>", "MIG-<uuid>", "cuda:1" or a torch.device; None is torch's
             current CUDA device.
         mode: "zero_copy" maps the cached memory: read-only on a GPU, copy-on-write on the host. "copy" gives private
@@ -111,118 +94,12 @@ def attach(
     request = _Request(model, None if checkpoint is None else Path(checkpoint), wanted, target, mode)
     end = time.monotonic() + timeout
     try:
-        return _attach_waiting(request, end, timeout) if on_miss == "wait" else _attach_now(request, end)
+        if on_miss == "fail":
+            return _attach_now(request, end)
+        return keep_trying(lambda log: _attach_now(request, end, log), request.what, target.name, end, timeout)
     except (ConnectionFailed, ModelError) as error:
         _log.info("%s is not attached: %s", request.what, error)
         raise
-
-
-class Weights(Mapping[str, "torch.Tensor"]):
-    """Cached weights by name, in the manifest's order, tied names after it. Each tensor is made when first asked for.
-
-    Mapping and lease end when this object and every tensor made from it are gone. `close` gives up this object's part
-    early: tensors already made stay valid. Also a context manager.
-    """
-
-    def __init__(self, head: ManifestHead, table: Document, slabs: list[torch.Tensor], lease: Lease | None) -> None:
-        """`slabs` as `map_slabs` gives them; `table` is the manifest's second document. `attach` is the way in."""
-        self._head = head
-        self._document: Document | None = table
-        self._table: TensorTable | None = None
-        self._entries: dict[str, TensorEntry] = {}
-        self._slabs: SlabViews | None = SlabViews(slabs)
-        self._lease = lease
-        self._made: dict[str, torch.Tensor] = {}
-
-    @property
-    def manifest(self) -> ManifestHead:
-        return self._head
-
-    @property
-    def table(self) -> TensorTable:
-        """Every tensor's place and shape; parsed and checked at the first use. `ManifestError` if it is wrong."""
-        if self._table is None:
-            if self._document is None:
-                raise self._is_closed()
-            table = parse_table(self._document)
-            check_table(self._head, table)
-            self._entries = {entry.name: entry for entry in table.tensors}
-            self._table, self._document = table, None
-        return self._table
-
-    @property
-    def key(self) -> ShardKey:
-        return self._head.key
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slabs, padding included."""
-        return self._head.nbytes
-
-    @property
-    def device(self) -> str:
-        """The device's name, as in "GPU-<uuid>" or "host-0"."""
-        return self._head.device
-
-    @property
-    def generation(self) -> int:
-        return self._head.generation
-
-    @property
-    def lost(self) -> str | None:
-        """Why the device has lost the memory, as the service reports it; None while it is good, for copies, and after
-        `close`. What is read from the tensors then is undefined: end the engine and attach again."""
-        return None if self._lease is None else self._lease.lost
-
-    @property
-    def closed(self) -> bool:
-        return self._slabs is None
-
-    def close(self) -> None:
-        """Gives up memory and lease as far as no tensor still uses them. Idempotent."""
-        self._slabs = None
-        self._document = None
-        self._lease = None
-        self._made.clear()
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        made = self._made.get(name)
-        if made is not None:
-            return made
-        table = self.table
-        if name in table.aliases:
-            return self[table.aliases[name]]
-        entry = self._entries[name]
-        if self._slabs is None:
-            raise self._is_closed()
-        return self._made.setdefault(name, self._slabs.view(entry))
-
-    def _is_closed(self) -> ValueError:
-        return ValueError(f"the weights of {self._head.model} are closed")
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.table.aliases or name in self._entries
-
-    def __iter__(self) -> Iterator[str]:
-        yield from (entry.name for entry in self.table.tensors)
-        yield from self.table.aliases
-
-    def __len__(self) -> int:
-        return len(self.table.tensors) + len(self.table.aliases)
-
-    def __enter__(self) -> Weights:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        head = self._head
-        state = ", closed" if self.closed else ""
-        return (
-            f"<Weights of {head.model}, generation {head.generation}, on {head.device}: "
-            f"{head.tensor_count} tensors, {head.nbytes} bytes{state}>"
-        )
 
 
 class _Request(NamedTuple):
@@ -238,42 +115,6 @@ class _Request(NamedTuple):
     def what(self) -> str:
         """What is asked for, as the log names it."""
         return f"{self.model or self.checkpoint} on {self.target.name}"
-
-
-def _attach_waiting(request: _Request, end: float, timeout: float) -> Weights:
-    """Tries until `end` (monotonic seconds): a service that is not there may come, one that goes may come back."""
-    from .progress import WaitLog
-    from .waiting import PathWatch
-
-    log = WaitLog(request.what, timeout)
-    path: Path | None = None
-    missing: Path | None
-    while True:
-        # The watch is made before the attempt, so that nothing that happens in between is missed.
-        with ExitStack() as stack:
-            watch = None
-            if path is not None:
-                try:
-                    watch = stack.enter_context(PathWatch(path))
-                except ConnectionFailed as error:
-                    _log.debug("%s; looked for by the clock", error)
-            try:
-                return _attach_now(request, end, log)
-            except TooManyConnections as error:  # of this user: it may have fewer in a moment, which nobody announces
-                missing, waited_for = None, f"a connection: {error}"
-                log.because(str(error))
-            except (ServiceNotRunning, ConnectionLost) as error:
-                missing, waited_for = Path(error.path), "the service"
-                log.because(str(error))
-            left = end - time.monotonic()
-            if left <= 0:
-                where = missing or worker_socket(request.target.name)
-                raise TimedOut(path=str(where), seconds=timeout, waited_for=waited_for)
-            if missing is None or (missing == path and watch is None):
-                time.sleep(min(left, _RETRY_SECONDS))
-            elif missing == path and watch is not None:
-                watch.wait(min(left, _RETRY_SECONDS) if missing.exists() else left)
-            path = missing
 
 
 def _attach_now(request: _Request, end: float, log: WaitLog | None = None) -> Weights:
@@ -308,9 +149,7 @@ def _attach_now(request: _Request, end: float, log: WaitLog | None = None) -> We
     return Weights(head, table, mapped, lease)
 
 
-def _map(
-    fds: FdSet, connection: Connection, target: Target
-) -> tuple[ManifestHead, Document, list[torch.Tensor], Lease]:
+def _map(fds: FdSet, connection: Connection, target: Target) -> tuple[ManifestHead, Document, MappedSlabs, Lease]:
     """Head, table, mapped slabs and the lease from a reply's descriptors, which stay the caller's."""
     if not len(fds):
         raise ManifestError(problem="the reply carries no manifest")

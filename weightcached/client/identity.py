@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import NoSuchModel, OtherContent, TimedOut
-from ..shard.key import ShardKey
+from ..errors import DigestPending, NoSuchModel, OtherContent, TimedOut
+from ..shard.key import STAT_CONTENT, ShardKey
 from ..shard.manifest import SourceFile, known_fields
 from ..wire.connection import Connection, seconds_left
 from ..wire.messages import Status, Subscribe
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..checkpoint.fileset import Checkpoint
 
 Shard = dict[str, Any]  # as a worker's status describes it
+Digests = dict[str, str]  # of one file: definition, such as "sha256" -> digest, such as "sha256:9f86..."
 
 
 class Wanted(NamedTuple):
@@ -79,12 +80,19 @@ class _OnDisk:
         self._checkpoint = checkpoint
         self._files = [file.source for file in checkpoint.files]
         self._content: str | None = None
-        self._digests: list[str] = []  # of each file, once they are known; "" where a shard does not record it
+        self._read_already = False
+        self._digests: list[Digests] = [{} for _ in self._files]  # what is known of each file so far
+        self._learn(checkpoint.blob_digests())
+        self.pending: set[str] = set()  # models whose digest is not known yet, and which may be it
         self.digesting = 0.0
 
     def find(self, shards: list[Shard], wanted: Wanted) -> tuple[str, str] | None:
         """Model and content of a shard with this checkpoint's content, one with the wanted key before any other."""
-        content = self._find_content(shards, wanted)
+        self.pending.clear()
+        for shard in _candidates(shards, wanted):
+            if _by_stat(shard) and self._is_loaded_by(shard):
+                return shard["model"], shard["key"]["content"]
+        content = self._find_content([shard for shard in shards if not _by_stat(shard)], wanted)
         candidates = (shard["model"] for shard in _candidates(shards, wanted) if shard["key"]["content"] == content)
         model = next(candidates, None)
         return None if model is None or content is None else (model, content)
@@ -94,13 +102,15 @@ class _OnDisk:
         compared = [
             (len(differing), shard["model"], differing[0])
             for shard in _candidates(shards, wanted)
-            if self._digests and self._has_sizes_of(shard) and (differing := self._differing(shard))
+            if self._has_sizes_of(shard) and (differing := self._differing(shard))
         ]
         fields = {
             "model": wanted.model or str(wanted.checkpoint),
             "device": device,
             "known": sorted({shard["model"] for shard in shards}),
         }
+        if self.pending:
+            return DigestPending(**fields, cached=sorted(self.pending))
         if not compared:
             return NoSuchModel(**fields)
         count, cached, (name, digest, recorded) = min(compared, key=lambda item: item[0])
@@ -114,6 +124,45 @@ class _OnDisk:
             files=len(self._files),
         )
 
+    def _is_loaded_by(self, shard: Shard) -> bool:
+        """Whether an engine loaded these bytes: the very same files, or files whose digests are known and the same.
+
+        Never where the index chooses among the files' tensors: an engine does not record how it chose.
+        """
+        files = _files_of(shard)
+        if self._checkpoint.left_out or not self._has_sizes_of(shard):
+            return False
+        if [file.stat for file in files] == [file.stat for file in self._files]:
+            return True
+        from ..checkpoint.digest import FILE_PREFIX
+        from ..checkpoint.remembered import recall
+
+        self._learn(recall(self._files))
+        theirs = _known_of(shard)
+        same = _same_bytes(self._digests, theirs)
+        if same is None and all(FILE_PREFIX.rstrip(":") in known for known in theirs):
+            self._read()
+            same = _same_bytes(self._digests, theirs)
+        if same is None:
+            self.pending.add(shard["model"])
+        return bool(same)
+
+    def _read(self) -> None:
+        """The digests of the checkpoint's files, which are read once at most."""
+        if not self._read_already:
+            start = time.monotonic()
+            from ..checkpoint.remembered import digest_once
+
+            self._content, digests = digest_once(self._checkpoint)
+            self._learn(digests)
+            self._read_already = True
+            self.digesting = time.monotonic() - start
+
+    def _learn(self, digests: Iterable[str | None]) -> None:
+        """Takes in what is known of each file, in order."""
+        for known, digest in zip(self._digests, digests, strict=True):
+            known.update(_by_definition(digest))
+
     def _find_content(self, shards: list[Shard], wanted: Wanted) -> str | None:
         """The checkpoint's digest: as recorded for exactly these files, else by reading them.
 
@@ -122,17 +171,13 @@ class _OnDisk:
         for shard in shards:
             files = _files_of(shard)
             if [file.stat for file in files] == [file.stat for file in self._files]:
-                self._digests = [file.digest or "" for file in files]
+                self._learn(file.digest for file in files)
                 if self._checkpoint.left_out:
                     break  # the files are these, but the index chooses among their tensors
                 recorded: str = shard["key"]["content"]
                 return recorded
-        if self._content is None and any(map(self._has_sizes_of, _candidates(shards, wanted))):
-            start = time.monotonic()
-            from ..checkpoint.remembered import digest_once
-
-            self._content, self._digests = digest_once(self._checkpoint)
-            self.digesting = time.monotonic() - start
+        if any(map(self._has_sizes_of, _candidates(shards, wanted))):
+            self._read()
         return self._content
 
     def _has_sizes_of(self, shard: Shard) -> bool:
@@ -140,14 +185,8 @@ class _OnDisk:
 
     def _differing(self, shard: Shard) -> list[tuple[str, str, str]]:
         """Name, digest and recorded digest of each file that differs from the one that the shard was loaded from."""
-        return [
-            (ours.name, digest, theirs.digest)
-            for ours, digest, theirs in zip(self._files, self._digests, _files_of(shard), strict=True)
-            # Of a file whose digest is not recorded, or is one of another definition, nothing can be said.
-            if theirs.digest is not None
-            and theirs.digest.partition(":")[0] == digest.partition(":")[0]
-            and theirs.digest != digest
-        ]
+        compared = zip(self._files, map(_comparable, self._digests, _known_of(shard)), strict=True)
+        return [(file.name, *pair) for file, pair in compared if pair is not None and pair[0] != pair[1]]
 
 
 def _strict_key(key: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
@@ -158,6 +197,8 @@ def _strict_key(key: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
     """
     from ..checkpoint.digest import json_digest
 
+    if key.get("layout", "checkpoint") != "checkpoint":
+        return key  # an engine's own, whose tag says all that shaped it
     implied: dict[str, Any] = {"rules": None}
     if "dtype" not in key:
         implied["cast"] = None
@@ -179,7 +220,42 @@ def _candidates(shards: Iterable[Shard], wanted: Wanted) -> list[Shard]:
     return sorted(named, key=lambda shard: bool(ShardKey(**known_fields(ShardKey, shard["key"])).differences(key)))
 
 
+def _by_stat(shard: Shard) -> bool:
+    """Whether an engine published it, whose files are known by their stat tuples."""
+    return str(shard["key"]["content"]).startswith(STAT_CONTENT)
+
+
 def _files_of(shard: Shard) -> list[SourceFile]:
     """The files that a shard was loaded from, in the order in which a checkpoint's are: by name."""
     files = (SourceFile(**known_fields(SourceFile, file)) for file in shard["files"])
     return sorted(files, key=lambda file: file.name)
+
+
+def _known_of(shard: Shard) -> list[Digests]:
+    """What is known of the files that a shard was loaded from: as recorded, and as remembered for what is not read yet
+    when an engine publishes it."""
+    from ..checkpoint.remembered import recall
+
+    files = _files_of(shard)
+    read = recall(files) if _by_stat(shard) else [None] * len(files)
+    return [_by_definition(file.digest) | _by_definition(digest) for file, digest in zip(files, read, strict=True)]
+
+
+def _by_definition(digest: str | None) -> Digests:
+    return {digest.partition(":")[0]: digest} if digest else {}
+
+
+def _comparable(ours: Digests, theirs: Digests) -> tuple[str, str] | None:
+    """Two digests of one definition. None where there are none: then nothing is said of the file."""
+    both = ours.keys() & theirs.keys()
+    # A blob's name comes last: it is what somebody else has read.
+    definition = min(both, key=lambda name: name == "sha256", default=None)
+    return None if definition is None else (ours[definition], theirs[definition])
+
+
+def _same_bytes(ours: list[Digests], theirs: list[Digests]) -> bool | None:
+    """Whether files have the same bytes, as many there as here; None while that is not known."""
+    pairs = list(map(_comparable, ours, theirs))
+    if any(pair is not None and pair[0] != pair[1] for pair in pairs):
+        return False
+    return None if None in pairs else True

@@ -17,11 +17,21 @@ class Lease:
 
     def __init__(self, connection: Closable) -> None:
         self._line = Line(connection)
-        weakref.finalize(self, self._line.end)
+        self._end = weakref.finalize(self, self._line.end)
 
     def keep(self, grant: Grant) -> None:
         """From now on it is renewed when its connection ends. Nobody else may use or close that any more."""
         keep(self._line, grant)
+
+    def give_up(self) -> None:
+        """The worker counts it no more, while this object goes on: `take_over` gives it life again. Idempotent."""
+        self._end()
+
+    def take_over(self, other: Lease) -> None:
+        """This object, which was given up, stands for the other's lease; the other one for none any more."""
+        self._line = other._line
+        self._end = weakref.finalize(self, self._line.end)
+        other._end.detach()
 
     @property
     def ended(self) -> bool:

@@ -16,7 +16,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from ..errors import DeviceError, DeviceFull, ManifestError, MissingDependency, NoSuchDevice, WrongDevice
@@ -201,16 +201,24 @@ class CudaMapping:
     """Slabs mapped side by side at `address`; slab i begins at `address + offsets[i]`. Holds the primary context.
 
     `nbytes` is the length of the whole range, slabs rounded up. Close it when no kernel and no tensor can use it any
-    more; `close` may be called from any thread and from a finalizer.
+    more; `close` may be called from any thread and from a finalizer. `unmap` and `remap` are for one thread at a time.
     """
 
-    def __init__(self, address: int, offsets: tuple[int, ...], nbytes: int, undo: ExitStack) -> None:
-        self.address = address
+    def __init__(self, ordinal: int, offsets: tuple[int, ...], nbytes: int, read_only: bool) -> None:
+        """Takes the addresses; `remap` puts slabs there. `open` does both."""
         self.offsets = offsets
         self.nbytes = nbytes
-        # Taken out by whoever closes first: list.pop is atomic, and a finalizer must not wait for a lock.
-        self._undo = [undo]
+        self._ordinal = ordinal
+        self._read_only = read_only
         self._pid = os.getpid()
+        # What undoes the slabs' part, and what undoes the rest. Taken out by whoever closes first: list.pop is atomic,
+        # and a finalizer must not wait for a lock.
+        self._slabs: list[ExitStack] = []
+        with ExitStack() as undo:
+            self._context = PrimaryContext(ordinal)
+            undo.callback(self._context.close)
+            self.address = _reserve(undo, nbytes) if nbytes else 0
+            self._undo = [undo.pop_all()]
 
     @classmethod
     def open(cls, ordinal: int, slabs: Sequence[tuple[int, int]], read_only: bool = True) -> CudaMapping:
@@ -219,32 +227,53 @@ class CudaMapping:
         A slab of another device imports and reads without an error, slowly, so its location is checked: `WrongDevice`.
         `ManifestError` when a slab has another size than listed, `DeviceError` for any other refusal of the driver.
         """
-        cuda = driver()
         granule = granularity(ordinal)
-        sizes = [_rounded(nbytes, granule) for _, nbytes in slabs]
-        *offsets, total = accumulate(sizes, initial=0)
+        *offsets, total = accumulate((_rounded(nbytes, granule) for _, nbytes in slabs), initial=0)
+        mapping = cls(ordinal, tuple(offsets), total, read_only)
+        try:
+            mapping.remap(slabs)
+        except BaseException:
+            mapping.close()
+            raise
+        return mapping
+
+    def unmap(self) -> None:
+        """Waits for the device, then lets the memory go; the addresses stay taken. Idempotent.
+
+        Until `remap`, a kernel that touches the memory fails. `DeviceError` if work failed; unmapped all the same.
+        """
+        if self._slabs:
+            self._slabs.pop().close()
+
+    def remap(self, slabs: Sequence[tuple[int, int]]) -> None:
+        """Maps slabs of the same sizes at the same addresses, after `unmap`. Errors as of `open`; none is mapped then.
+
+        A `ManifestError` too if there are more slabs, or fewer.
+        """
+        if self._slabs or not self._undo:
+            raise ValueError("the slabs are mapped, or the mapping is closed")
+        if len(slabs) != len(self.offsets):
+            raise ManifestError(problem=f"{len(self.offsets)} slabs were mapped, {len(slabs)} came")
+        cuda = driver()
         with ExitStack() as undo:
-            context = PrimaryContext(ordinal)
-            undo.callback(context.close)
-            if not total:
-                return cls(0, (), 0, undo.pop_all())
             with ExitStack() as handles:  # a mapping keeps the memory without its handle
                 imported = []
                 for fd, _ in slabs:
                     result = cuda.cuMemImportFromShareableHandle(fd, _posix_fd())
                     handle = check(result, "cuMemImportFromShareableHandle")
                     handles.callback(_release, handle)
-                    _require_location(ordinal, handle)
+                    _require_location(self._ordinal, handle)
                     imported.append(handle)
-                address = _reserve(undo, total)
-                for index, handle in enumerate(imported):
+                for index, (start, end) in enumerate(pairwise((*self.offsets, self.nbytes))):
                     try:
-                        _map(undo, address + offsets[index], sizes[index], handle)
+                        _map(undo, self.address + start, end - start, imported[index])
                     except DeviceError as error:
                         raise _wrong_size(error, index, slabs[index][1]) from error
-                _set_access(ordinal, address, total, writable=not read_only)
-            undo.callback(context.synchronize)
-            return cls(address, tuple(offsets), total, undo.pop_all())
+                if slabs:
+                    _set_access(self._ordinal, self.address, self.nbytes, writable=not self._read_only)
+            if slabs:
+                undo.callback(self._context.synchronize)
+            self._slabs.append(undo.pop_all())
 
     def close(self) -> None:
         """Waits for the device, then unmaps. Idempotent. `DeviceError` if work failed; unmapped all the same."""
@@ -252,10 +281,12 @@ class CudaMapping:
             undo = self._undo.pop()
         except IndexError:
             return
-        if os.getpid() != self._pid:
-            undo.pop_all()  # a forked child inherits the object, but neither the driver nor the mapping
+        if os.getpid() != self._pid:  # a forked child inherits the object, but neither the driver nor the mapping
+            for stack in (undo, *self._slabs):
+                stack.pop_all()
             return
-        undo.close()
+        with undo:
+            self.unmap()
 
     def __del__(self) -> None:
         if getattr(self, "_undo", None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -9,6 +10,15 @@ import os
 from ..errors import DeviceError, ManifestError
 from ..fds import OwnedFd
 from ..memfd import SEALS, require_seals
+
+# <bits/mman-map-flags-generic.h>
+_MAP_FIXED = 0x10  # over what is mapped there
+_MAP_NORESERVE = 0x4000  # the kernel counts no memory for it
+_PLACEHOLDER = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
 
 
 class HostSlab:
@@ -56,23 +66,57 @@ class HostMapping(mmap.mmap):
 
     A subclass, because `mmap.mmap` itself takes no attributes: the client hangs the lease on it. Never `close` it while
     a tensor may still use the memory: `torch.frombuffer` keeps a reference to the object, not an exported buffer.
+
+    To Python it is an anonymous mapping, which only holds the addresses; the slab is mapped over it. So it has no
+    descriptor of its own, and `unmap` leaves nothing behind that keeps the slab's memory.
     """
 
     lease: object = None
 
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self))
+
+    def map(self, fd: int) -> None:
+        """Puts the slab there, in place of whatever is mapped at these addresses. `DeviceError` if it cannot be."""
+        self._put(mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd)
+
+    def unmap(self) -> None:
+        """Lets the memory go, the process's own changes to it included; the addresses stay taken.
+
+        Until `map`, touching the memory is a SIGSEGV.
+        """
+        self._put(0, _PLACEHOLDER, -1)
+
+    def _put(self, protection: int, flags: int, fd: int) -> None:
+        nbytes = len(self)
+        if _libc.mmap(self.address, nbytes, protection, flags | _MAP_FIXED, fd, 0) == _MAP_FAILED:
+            raise _cannot_map(nbytes, os.strerror(ctypes.get_errno()))
+
 
 def map_host_slab(fd: int, nbytes: int) -> HostMapping | None:
-    """Maps a slab's memfd; the descriptor stays the caller's, the mapping holds one of its own. None for an empty slab.
+    """Maps a slab's memfd; the descriptor stays the caller's, and may be closed. None for an empty slab.
 
     `ManifestError` if the memory could still change or has another length; `DeviceError` if it cannot be mapped.
     """
+    check_host_slab(fd, nbytes)
+    if not nbytes:
+        return None
+    try:
+        mapping = HostMapping(-1, nbytes, flags=_PLACEHOLDER, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise _cannot_map(nbytes, str(error.strerror)) from error
+    mapping.map(fd)
+    return mapping
+
+
+def check_host_slab(fd: int, nbytes: int) -> None:
+    """`ManifestError` unless the memfd is sealed, and of this length."""
     require_seals(fd, "slab")
     size = os.fstat(fd).st_size
     if size != nbytes:
         raise ManifestError(problem=f"slab of {size} bytes, {nbytes} listed")
-    if not nbytes:
-        return None
-    try:
-        return HostMapping(fd, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    except OSError as error:
-        raise DeviceError(device="host", problem=f"cannot map {nbytes} bytes: {error.strerror}") from error
+
+
+def _cannot_map(nbytes: int, reason: str) -> DeviceError:
+    return DeviceError(device="host", problem=f"cannot map {nbytes} bytes: {reason}")

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 FORMAT_VERSION = 1  # of slabs and manifests; another number is never attached
+STAT_CONTENT = "stat:"  # what `content` begins with where the files are known by their stat tuples alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import json
 import mmap
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +27,8 @@ from .dtypes import DTYPES
 from .key import FORMAT_VERSION, ShardKey
 
 SCHEMA = 2
-ALIGNMENT = 256  # bytes; a device allocator's usual alignment, enough for every view(dtype) and for TMA
+ALIGNMENT = 256  # bytes, of what is laid out; a device allocator's usual alignment, enough for view(dtype) and TMA
+VIEW_ALIGNMENT = 16  # bytes, of every tensor, a view into another one's memory included; checksums read 16 at once
 MAX_SLABS = 252  # one message carries 253 descriptors (SCM_MAX_FD of the kernel), one of them the manifest
 MAX_MANIFEST_BYTES = 32 << 20
 MAX_HEAD_BYTES = 1 << 20  # some 4,000 source files; a status reply carries the heads of all shards
@@ -34,6 +36,8 @@ MAX_TENSORS = 300_000  # aliases included; a worker takes over a second to check
 XXH3_64 = "xxh3-64"  # of host slabs, see `checksum`
 MIX64_SUM = "mix64-sum"  # of GPU slabs, see `cuda_checksum`
 CHECKSUM_ALGORITHMS = (XXH3_64, MIX64_SUM)
+Role = Literal["parameter", "buffer", "attribute"]
+Scalar = bool | int | float | str | None  # what a module's plain attribute may be, to be carried
 _CHECKSUM = re.compile("[0-9a-f]{16}")
 _WINDOW = 256 << 10  # bytes of the manifest that are searched for a line end at once
 
@@ -56,6 +60,11 @@ class SourceFile:
         return (self.device, self.inode, self.size, self.mtime_ns, self.ctime_ns)
 
 
+def source_files(listed: Iterable[dict[str, Any]]) -> tuple[SourceFile, ...]:
+    """Files as a manifest, or a worker's status, lists them."""
+    return tuple(SourceFile(**known_fields(SourceFile, file)) for file in listed)
+
+
 @dataclass(frozen=True, slots=True)
 class SlabEntry:
     """One slab: its length in bytes and, where it was computed, the digest of its content."""
@@ -67,9 +76,11 @@ class SlabEntry:
 class TensorEntry(NamedTuple):
     """One tensor: `nbytes` at `offset` of slab number `slab`; `shape` and `stride` in elements of `dtype`.
 
-    `dtype` is a name of the safetensors format. `stride` None is contiguous. `private` tensors are written by the
-    engine and must be copied at attach. In the table an entry is a list in this order, defaults at its end left out:
-    a model has up to some 20,000, and a tuple is made several times faster than a dataclass.
+    `dtype` is a name of the safetensors format. `stride` None is contiguous. An "attribute" is a tensor that a module
+    holds as a plain Python attribute. `private` tensors are written by the engine and must be copied at attach,
+    `on_host` ones are CPU tensors of an engine on a GPU, and are copied to the host at attach. In the table an entry is
+    a list in this order, defaults at its end left out: a model has up to some 20,000, and a tuple is made several times
+    faster than a dataclass.
     """
 
     name: str
@@ -79,9 +90,10 @@ class TensorEntry(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None = None
-    role: Literal["parameter", "buffer"] = "parameter"
+    role: Role = "parameter"
     persistent: bool = True
     private: bool = False
+    on_host: bool = False
 
 
 _SHAPE = TensorEntry._fields.index("shape")
@@ -101,7 +113,7 @@ class ManifestHead:
     tensor_count: int
     created: str
     files: tuple[SourceFile, ...] = ()
-    attributes: dict[str, bool | int | float | str | None] = field(default_factory=dict)
+    attributes: dict[str, Scalar] = field(default_factory=dict)
     schema: int = SCHEMA
 
     @property
@@ -111,10 +123,15 @@ class ManifestHead:
 
 @dataclass(frozen=True, slots=True)
 class TensorTable:
-    """The large part. `aliases` maps a tied name to the tensor whose bytes it shares."""
+    """The large part. `aliases` maps a tied name to the tensor that it is another name of.
+
+    `attributes` are scalars that an engine's modules have got while it processed its weights, by dotted name
+    ("model.layers.0.attn._k_scale_float").
+    """
 
     tensors: tuple[TensorEntry, ...]
     aliases: dict[str, str] = field(default_factory=dict)
+    attributes: dict[str, Scalar] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +145,10 @@ class Checksums:
 def write_manifest(head: ManifestHead, table: TensorTable, checksums: Checksums | None = None) -> OwnedFd:
     """A sealed memfd with the documents; the caller owns it. `ManifestError` if nobody would read one so large."""
     rows = [_without_defaults(entry) for entry in table.tensors]
-    documents = [asdict(head), {"tensors": rows, "aliases": table.aliases}]
+    body: dict[str, Any] = {"tensors": rows, "aliases": table.aliases}
+    if table.attributes:
+        body["attributes"] = table.attributes
+    documents: list[dict[str, Any]] = [asdict(head), body]
     lines = [json.dumps(document, separators=(",", ":")) + "\n" for document in documents]
     if len(lines[0]) > MAX_HEAD_BYTES:
         raise _head_too_long(len(lines[0]))
@@ -217,7 +237,7 @@ def parse_head(document: bytes) -> ManifestHead:
         head = known_fields(ManifestHead, data)
         head["key"] = ShardKey(**key)
         head["slabs"] = tuple(SlabEntry(**known_fields(SlabEntry, slab)) for slab in data["slabs"])
-        head["files"] = tuple(SourceFile(**known_fields(SourceFile, file)) for file in data.get("files", ()))
+        head["files"] = source_files(data.get("files", ()))
         return ManifestHead(**head)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ManifestError(problem=f"head is not readable: {error!r}") from error
@@ -245,7 +265,7 @@ def parse_table(document: bytes | memoryview) -> TensorTable:
             if len(row) > _STRIDE and row[_STRIDE] is not None:
                 row[_STRIDE] = tuple(row[_STRIDE])
             entries.append(TensorEntry(*row))
-        return TensorTable(tensors=tuple(entries), aliases=dict(data["aliases"]))
+        return TensorTable(tuple(entries), dict(data["aliases"]), dict(data.get("attributes", {})))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise ManifestError(problem=f"tensor table is not readable: {error!r}") from error
     finally:
@@ -287,9 +307,9 @@ def check_overlaps(table: TensorTable) -> None:
 
 
 def _check_entries(head: ManifestHead, table: TensorTable) -> None:
-    if len(table.tensors) + len(table.aliases) > MAX_TENSORS:
-        number = len(table.tensors) + len(table.aliases)
-        raise ManifestError(problem=f"{number} tensors and aliases, at most {MAX_TENSORS} are read")
+    number = len(table.tensors) + len(table.aliases) + len(table.attributes)
+    if number > MAX_TENSORS:
+        raise ManifestError(problem=f"{number} tensors, aliases and attributes, at most {MAX_TENSORS} are read")
     if len(table.tensors) != head.tensor_count:
         raise ManifestError(problem=f"{len(table.tensors)} tensors listed, {head.tensor_count} announced")
     names = set()
@@ -311,8 +331,9 @@ def _check_entry(head: ManifestHead, entry: TensorEntry) -> None:
         raise refuse(f"unknown dtype {entry.dtype!r}")
     if not 0 <= entry.slab < len(head.slabs):
         raise refuse(f"slab {entry.slab} of {len(head.slabs)}")
-    if entry.offset % ALIGNMENT or entry.offset < 0 or entry.nbytes < 0:
-        raise refuse(f"offset {entry.offset} is no multiple of {ALIGNMENT}, or it or nbytes {entry.nbytes} is negative")
+    if entry.offset % VIEW_ALIGNMENT or entry.offset < 0 or entry.nbytes < 0:
+        problem = f"offset {entry.offset} is no multiple of {VIEW_ALIGNMENT}"
+        raise refuse(f"{problem}, or it or nbytes {entry.nbytes} is negative")
     if entry.offset + entry.nbytes > head.slabs[entry.slab].nbytes:
         end = entry.offset + entry.nbytes
         raise refuse(f"ends at byte {end} of a slab of {head.slabs[entry.slab].nbytes}")

@@ -65,10 +65,15 @@ class Renew:
 
 @dataclass(slots=True)
 class Reserve:
-    """Asks for room for `nbytes` bytes on the device, before they are allocated. Ends with the connection."""
+    """Asks for room for `nbytes` bytes on the device, before they are allocated. Ends with the connection.
+
+    `peak`: bytes of the device that the publisher takes at any time beyond what it gives back by itself; None is
+    `nbytes`. An engine that moves its weights into slabs frees as much as it takes, one slab later.
+    """
 
     model: str
     nbytes: int
+    peak: int | None = None
     op: Literal["reserve"] = "reserve"
 
 

@@ -1,7 +1,7 @@
 """Whether a new shard fits on a device, and which shards must go so that it does. Arithmetic only; nothing is evicted.
 
-free         the smaller of: the limit less all that is held; what nobody uses on the device, less what
-             reservations will still take of it
+free         of the limit: what is not held, for all of a shard's bytes; of the device: what nobody uses, less what
+             reservations will still take of it, for the publisher's peak, which is less where it frees as it goes
 evictable    idle shards of other models that are not pinned: the least recently used go first, no more than needed
 the model's  beside (default): the old generation stays until the next one is published, so both must fit
 own shard    evict-first: it goes before any other model does, unless it is in use
@@ -35,21 +35,42 @@ class ModelPolicy(NamedTuple):
 Policies = Mapping[str, ModelPolicy]
 
 
-def free_bytes(catalogue: Catalogue, memory: Memory) -> int:
-    """Bytes that may still be reserved; negative where more is held than may be.
+class Need(NamedTuple):
+    """What a publisher asks for: `nbytes` of the limit, and `peak` of what nobody uses on the device."""
+
+    nbytes: int
+    peak: int
+
+    @classmethod
+    def of(cls, nbytes: int, peak: int | None) -> Need:
+        return cls(nbytes, nbytes if peak is None else peak)
+
+
+def missing_bytes(catalogue: Catalogue, need: Need, memory: Memory) -> int:
+    """Bytes that must come free before so much can be reserved; none where 0 or less.
 
     What reservations may still take of the device's free memory is not free, and nobody knows how much of it they have
     taken already: beside a publisher in mid work this errs on the safe side.
     """
-    return min(catalogue.limit - catalogue.held, memory.free - catalogue.reserved)
+    return max(need.nbytes - _by_limit(catalogue), need.peak - _by_device(catalogue, memory))
 
 
-def choose_victims(catalogue: Catalogue, model: str, nbytes: int, memory: Memory) -> list[Shard]:
-    """The shards to evict so that `nbytes` of `model` fit; none if they fit as it is.
+def _by_limit(catalogue: Catalogue) -> int:
+    """Bytes that the limit leaves; negative where more is held than may be."""
+    return catalogue.limit - catalogue.held
+
+
+def _by_device(catalogue: Catalogue, memory: Memory) -> int:
+    """Bytes that the device has left beside what is reserved."""
+    return memory.free - catalogue.peaks
+
+
+def choose_victims(catalogue: Catalogue, model: str, need: Need, memory: Memory) -> list[Shard]:
+    """The shards to evict so that `need` of `model` fits; none if it fits as it is.
 
     `DeviceFull` if they would not fit then either: nothing is evicted in vain.
     """
-    missing = nbytes - free_bytes(catalogue, memory)
+    missing = missing_bytes(catalogue, need, memory)
     if missing <= 0:
         return []
     first = []
@@ -59,7 +80,7 @@ def choose_victims(catalogue: Catalogue, model: str, nbytes: int, memory: Memory
     victims = [*first, *_evictable(catalogue, model)]
     surplus = _bytes_of(victims) - missing
     if surplus < 0:
-        raise device_full(catalogue, model, nbytes, memory)
+        raise device_full(catalogue, model, need, memory)
     for shard in reversed(victims):  # the most recently used first: they stay if what is left is enough
         if shard.head.nbytes <= surplus and shard not in first:
             victims.remove(shard)
@@ -67,24 +88,25 @@ def choose_victims(catalogue: Catalogue, model: str, nbytes: int, memory: Memory
     return victims
 
 
-def device_full(catalogue: Catalogue, model: str, nbytes: int, memory: Memory) -> DeviceFull:
+def device_full(catalogue: Catalogue, model: str, need: Need, memory: Memory) -> DeviceFull:
     """The refusal: what is needed, what is free or could be, who holds the rest, and what an operator can do."""
-    free = free_bytes(catalogue, memory)
+    by_limit, by_device = _by_limit(catalogue), _by_device(catalogue, memory)
+    on_device = need.peak - by_device > need.nbytes - by_limit  # the device is what is short
+    nbytes, free = (need.peak, by_device) if on_device else (need.nbytes, by_limit)
     evictable = _bytes_of(_evictable(catalogue, model))
-    by_limit = catalogue.limit - catalogue.held
     others = 0
-    if free < by_limit:  # the device has less than the books say; reservations may be allocated or not
+    if on_device:  # the device has less than the books say; reservations may be allocated or not
         others = max(memory.total - memory.free - catalogue.held, 0)
     advice = []
     if others:
         advice.append(f"{others} bytes of the device are used by others")
     own = catalogue.find(model)
-    if nbytes > catalogue.limit:
+    if need.nbytes > catalogue.limit:
         advice.append("it is larger than memory_limit, whatever is evicted")
     else:
         if own is not None:
             advice += _about_own(catalogue, own, fits_without=nbytes <= free + evictable + own.head.nbytes)
-        advice.append("evict a model" if others or free < by_limit else "evict a model or raise memory_limit")
+        advice.append("evict a model" if others or on_device else "evict a model or raise memory_limit")
     return DeviceFull(
         device=catalogue.device,
         needed=nbytes,

@@ -25,7 +25,7 @@ from ..shard.manifest import ManifestHead, SlabEntry
 from ..text import holder
 from ..wire.messages import Renew
 from ..wire.peer import Peer, PeerProcess
-from .budget import Policies, choose_victims, device_full, free_bytes
+from .budget import Need, Policies, choose_victims, device_full, missing_bytes
 
 MAX_RENEWED_BYTES = 1 << 48  # more than any device has
 _MAX_GENERATION = 1 << 53
@@ -181,12 +181,13 @@ def held_since(text: str, now: datetime) -> str:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Room for one shard that is being made; lasts as long as its connection."""
+    """Room for one shard that is being made; lasts as long as its connection. `peak` as in `Reserve`."""
 
     model: str
     nbytes: int
     generation: int
     peer: Peer
+    peak: int
 
 
 class Catalogue:
@@ -218,6 +219,11 @@ class Catalogue:
         return sum(item.nbytes for item in self._reservations)
 
     @property
+    def peaks(self) -> int:
+        """Bytes that reservations may still take of what is free on the device."""
+        return sum(item.peak for item in self._reservations)
+
+    @property
     def held(self) -> int:
         """Bytes of all shards and reservations."""
         return sum(shard.counted_bytes for shard in self.shards) + self.reserved
@@ -230,22 +236,23 @@ class Catalogue:
     def find(self, model: str) -> Shard | None:
         return self._current.get(model)
 
-    def victims(self, model: str, nbytes: int, memory: Memory) -> list[Shard]:
+    def victims(self, model: str, nbytes: int, memory: Memory, peak: int | None = None) -> list[Shard]:
         """What must be evicted, in this order, before `nbytes` of `model` can be reserved; often nothing.
 
         `memory`: the device's, now. `DeviceFull` if nothing helps.
         """
-        return choose_victims(self, model, nbytes, memory)
+        return choose_victims(self, model, Need.of(nbytes, peak), memory)
 
-    def reserve(self, model: str, nbytes: int, peer: Peer, memory: Memory) -> Reservation:
+    def reserve(self, model: str, nbytes: int, peer: Peer, memory: Memory, peak: int | None = None) -> Reservation:
         """Admits a publisher into what is free, or raises `DeviceFull`; see `budget`. `memory`: the device's, now."""
-        if nbytes < 0:
-            raise ProtocolError(problem=f"a reservation of {nbytes} bytes")
-        if nbytes > free_bytes(self, memory):
-            raise device_full(self, model, nbytes, memory)
+        if nbytes < 0 or (peak is not None and peak < 0):
+            raise ProtocolError(problem=f"a reservation of {nbytes} bytes, {peak} at the peak")
+        need = Need.of(nbytes, peak)
+        if missing_bytes(self, need, memory) > 0:
+            raise device_full(self, model, need, memory)
         generation = self._generations.get(model, 0) + 1
         self._generations[model] = generation
-        reservation = Reservation(model, nbytes, generation, peer)
+        reservation = Reservation(model, nbytes, generation, peer, need.peak)
         self._reservations.append(reservation)
         return reservation
 

@@ -27,6 +27,7 @@ from ..wire.server import ServerConnection
 from ..wire.validate import parse_manifest
 from .budget import ModelPolicy
 from .catalogue import Catalogue, Lease, Reservation, Shard, held_since
+from .groups import absent_now, check_key, may_be_made, meant
 from .losses import Losses
 from .memory import give_back_unused
 from .room import Room
@@ -188,16 +189,21 @@ class Handlers:
         """The service has let go of a shard: but for those who have it mapped, its memory is free."""
         self._room.left(model, generation)
 
-    def unneeded(self, model: str, generation: int, room_for: str) -> None:
-        """Another rank of the model was evicted to make room, so this one goes as well, unless somebody uses it."""
-        self._settling.then(lambda: self._evict_unneeded(model, generation, room_for))
+    def unneeded(self, model: str, generation: int, reason: str) -> None:
+        """Another rank of the model has made room, or never came, so this one goes as well, unless somebody uses it."""
+        self._settling.then(lambda: self._evict_unneeded(model, generation, reason))
 
-    def _evict_unneeded(self, model: str, generation: int, room_for: str) -> None:
+    def _evict_unneeded(self, model: str, generation: int, reason: str) -> None:
         shard = self._catalogue.find(model)
         if shard is not None and shard.generation == generation and not shard.leases:
             self._catalogue.evict(model, force=False)
             self.drop(describe(shard))
-            self._announce("evicted", shard, reason=f"room for {room_for}")
+            self._announce("evicted", shard, reason=reason)
+
+    def digested(self, model: str, generation: int) -> None:
+        """What a shard was loaded from has a digest by now: subscribers who have the same bytes find it."""
+        if (shard := self._catalogue.find(model)) is not None and shard.generation == generation:
+            self._announce("digested", shard)
 
     def device_lost(self, reason: str | None) -> None:
         """The device is lost for this reason, and all that was on it; None: it is there again, and empty."""
@@ -220,13 +226,15 @@ class Handlers:
     def _attach(self, connection: ServerConnection, request: Attach) -> None:
         if self._losses.reason is not None:
             raise ModelFailed(model=request.model, device=self._catalogue.device, reason=self._losses.reason)
+        asked, said = request, self._models.get(request.model, {})
+        request = meant(asked, said, self._catalogue.device)
         shard = self._find(request)
         if shard is not None:
             self._grant(connection, request, shard)
             return
         absent = self._absent(request.model)
         if request.wait <= 0 or (isinstance(absent, ModelFailed) and not self._may_retry(request.model)):
-            raise absent
+            raise absent_now(absent, asked, request, said)
         self._want(request.model)
         timer = asyncio.get_running_loop().call_later(request.wait, self._waited_enough, connection)
         self._waiting[connection] = Waiting(request, timer)
@@ -245,7 +253,8 @@ class Handlers:
         return None
 
     def _want(self, model: str) -> None:
-        if self._models.get(model, {}).get("state") == "absent" or self._may_retry(model):
+        absent = self._models.get(model, {}).get("state") == "absent" or may_be_made(model, self._models)
+        if absent or self._may_retry(model):
             self._tell({"wanted": {"model": model}})
 
     def _may_retry(self, model: str) -> bool:
@@ -254,7 +263,7 @@ class Handlers:
         return state.get("state") == "failed" and bool(state.get("retry"))
 
     def _grant(self, connection: ServerConnection, request: Attach, shard: Shard) -> None:
-        self._catalogue.check_key(shard, request.key)
+        check_key(shard, request, self._models.get(request.model, {}), self._catalogue.device)
         now = datetime.now(UTC).isoformat(timespec="seconds")
         lease = self._catalogue.lease(shard, connection.peer, now, connection.process())
         connection.reply(self._granted(connection, lease), shard.descriptors)
@@ -291,7 +300,7 @@ class Handlers:
 
     async def _reserve(self, connection: ServerConnection, request: Reserve) -> dict[str, Any]:
         self._losses.require_device()
-        reservation = await self._room.reserve(request.model, request.nbytes, connection.peer)
+        reservation = await self._room.reserve(request.model, request.nbytes, connection.peer, request.peak)
         self._reservations[connection] = reservation
         connection.on_close.append(lambda: self._end_reservation(connection))
         connection.reserved()

@@ -11,7 +11,8 @@ Channel, service to worker:
     {"held": {"model", "generation"}}                   the service holds its copies of a published shard
     {"models": {name: {...}}}                           what becomes of each model, and which may be given out
     {"dropped": {"model", "generation"}}                the service and its manager have let go of a dropped shard
-    {"unneeded": {"model", "generation", "room_for"}}   its other ranks were evicted: this one may go, if it is idle
+    {"unneeded": {"model", "generation", "reason"}}     its other ranks are not there: this one may go, if it is idle
+    {"digested": {"model", "generation"}}               the digests of what it was loaded from are remembered now
     {"lost": {"reason"}}                                the device is lost, and all that was on it, until it is back
     {"lost": {"reason", "model", "generation"}}         only this shard is
     {"back": {}}                                        a lost device is there again
@@ -137,8 +138,10 @@ class Worker:
                 self._handlers.models_changed(models)
             case {"dropped": {"model": str(model), "generation": int(generation)}}:
                 self._handlers.dropped(model, generation)
-            case {"unneeded": {"model": str(model), "generation": int(generation), "room_for": str(room_for)}}:
-                self._handlers.unneeded(model, generation, room_for)
+            case {"unneeded": {"model": str(model), "generation": int(generation), "reason": str(reason)}}:
+                self._handlers.unneeded(model, generation, reason)
+            case {"digested": {"model": str(model), "generation": int(generation)}}:
+                self._handlers.digested(model, generation)
             case {"lost": {"reason": str(reason), "model": str(model), "generation": int(generation)}}:
                 self._handlers.shard_lost(model, generation, reason)
             case {"lost": {"reason": str(reason)}}:

@@ -33,7 +33,7 @@ class Room:
         # One at a time: between the device's answer and the reservation nobody else may count the same free bytes.
         self._making = asyncio.Lock()
 
-    async def reserve(self, model: str, nbytes: int, peer: Peer) -> Reservation:
+    async def reserve(self, model: str, nbytes: int, peer: Peer, peak: int | None = None) -> Reservation:
         """Reserves, after evicting what must and may go. `DeviceFull` with nothing evicted if that would not help.
 
         What is evicted stays so if the device then has less than expected, or the requester goes away.
@@ -41,7 +41,7 @@ class Room:
         catalogue = self._catalogue
         async with self._making:
             memory = await self._measure()
-            while victims := catalogue.victims(model, nbytes, memory):
+            while victims := catalogue.victims(model, nbytes, memory, peak):
                 if any(shard.settling for shard in victims):  # perhaps not idle: their holders may be on their way
                     await self._settling.over()
                     memory = await self._measure()
@@ -50,7 +50,7 @@ class Room:
                     catalogue.evict(shard.model, force=False)
                     self._evicted(shard, model)
                 memory = await self._measure()
-            return catalogue.reserve(model, nbytes, peer, memory)
+            return catalogue.reserve(model, nbytes, peer, memory, peak)
 
     def leaving(self, model: str, generation: int) -> None:
         """The service is being told to let go of a shard."""

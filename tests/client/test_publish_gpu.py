@@ -1,0 +1,69 @@
+"""client/publish.py on a real GPU: the engine runs from read-only device memory that other processes share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import gpu
+from tests.running import RunningService
+from weightcached.client import storages
+from weightcached.client.publish import publish
+from weightcached.shard.cuda import device_name
+
+pytestmark = pytest.mark.gpu
+MIB = 1 << 20
+KEY = {"layout": "test-1", "content": "c1"}
+ATTACH = """
+import sys, torch, weightcached
+weights = weightcached.attach("engine", device="cuda:0", key={"layout": "test-1", "content": "c1"})
+print(*[f"{name}={tensor.double().sum().item():.17g}" for name, tensor in weights.items()])
+if len(sys.argv) > 1:
+    weights["0"].zero_()
+    torch.cuda.synchronize()
+    print("written")
+"""
+
+
+def attach_in_child(*arguments: str) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).parents[2]
+    return subprocess.run([sys.executable, "-c", ATTACH, *arguments], cwd=root, capture_output=True, text=True)
+
+
+def test_an_engine_on_a_gpu(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors keep their values, peak use is the weights and a slab, a child reads the same and cannot write."""
+    device = device_name(0)
+    monkeypatch.setattr(storages, "SLAB_BYTES", 64 * MIB)
+    monkeypatch.setenv("WEIGHTCACHED_RUNTIME_DIR", str(runtime_dir))
+    service = RunningService(runtime_dir, f'devices = ["{device}"]\n').ready()
+    try:
+        torch.manual_seed(1)
+        # 16 parameters of 32 MiB, and one that the engine has on the CPU.
+        engine = {str(number): torch.randn(8 * MIB, device="cuda:0") for number in range(16)}
+        engine["cpu"] = torch.randn(10)
+        before = {name: tensor.cpu() for name, tensor in engine.items()}
+        torch.cuda.synchronize()
+        used = gpu.used_bytes(0)
+
+        weights = publish("engine", engine, key=KEY, device="cuda:0")
+
+        assert all(torch.equal(tensor.cpu(), before[name]) for name, tensor in engine.items())
+        assert torch.cuda.max_memory_reserved(0) <= 16 * 32 * MIB + 64 * MIB
+        assert gpu.becomes_true(lambda: gpu.used_bytes(0) - used < 128 * MIB)
+        assert engine["3"].data_ptr() == weights["3"].data_ptr()
+        assert engine["cpu"].device.type == "cpu"
+        child = attach_in_child()
+        assert child.returncode == 0, child.stderr
+        sums = dict(item.split("=") for item in child.stdout.split())
+        assert all(float(sums[name]) == engine[name].double().sum().item() for name in engine if name != "cpu")
+        writer = attach_in_child("write")
+        assert writer.returncode != 0 and "written" not in writer.stdout
+        assert all(torch.equal(tensor.cpu(), before[name]) for name, tensor in engine.items())
+        engine.clear()
+        weights.close()
+    finally:
+        service.stop()

@@ -1,0 +1,119 @@
+"""Ranks on other devices: what a client is told that asks for another rank, or for other parallel sizes, than are here.
+
+What a worker knows of them is the service's word on the model, `state["group"]` (`service.models.Model.for_worker`):
+
+    {"ranks": [device, ...],      of the config's slicing, in rank order, those of this node
+     "first": rank,               the number of the first of them
+     "sizes": [data, pipeline, tensor],
+     "order": [device, ...]}      where ranks of another slicing go; empty unless the config has on_mismatch = "reload"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..errors import KeyMismatch, ModelNotLoaded, NoSuchModel, RankMismatch, WeightCacheError
+from ..parallel.slicings import AXES, Sizes, parse_name, wanted_rank, wanted_sizes
+from ..shard.key import ShardKey
+from ..wire.messages import Attach
+from .catalogue import Shard
+
+State = Mapping[str, Any]
+
+
+def meant(request: Attach, state: State, device: str) -> Attach:
+    """The request as the service can serve it: under the name of another slicing, where the config allows one.
+
+    `RankMismatch` for a slicing that has no rank for this device, with the device that its rank would be on.
+    """
+    group = state.get("group")
+    if not group or not group["order"]:
+        return request
+    own = Sizes(*group["sizes"])
+    sizes = wanted_sizes(request.key, own)
+    if sizes == own:
+        return request
+    order = group["order"]
+    if sizes.world > len(order):
+        advice = f"{sizes.world} ranks need as many devices of one kind, and {len(order)} are served"
+        raise other_sizes(request, state, advice)
+    number = wanted_rank(request.key, sizes)
+    if number is None:
+        raise other_sizes(request, state, f"no rank of {sizes.world} is asked for")
+    if order[number] != device:
+        there = f"the service puts {_named(request.key, sizes)} on {order[number]}, not on {device}"
+        raise other_sizes(request, state, f"{there}; attach it with device={order[number]!r}")
+    return replace(request, model=sizes.name(request.model))
+
+
+def absent_now(error: WeightCacheError, asked: Attach, request: Attach, state: State) -> WeightCacheError:
+    """Why `request`, what `meant` made of what was `asked`, is not here: `error`, or that nobody has waited for it."""
+    if asked is request or type(error) not in (NoSuchModel, ModelNotLoaded):
+        return error
+    return other_sizes(asked, state, f"with on_miss='wait' the service loads this slicing, as {request.model}")
+
+
+def check_key(shard: Shard, request: Attach, state: State, device: str) -> None:
+    """`KeyMismatch`, or `RankMismatch`, unless the shard, which is on `device`, is what the client wants."""
+    if differences := shard.head.key.differences(request.key):
+        advice = _advice(set(differences), shard.head.key, request.key, state, device)
+        if advice is None:
+            raise KeyMismatch(model=shard.model, differences=differences)
+        raise RankMismatch(model=shard.model, differences=differences, advice=advice)
+
+
+def may_be_made(name: str, states: Mapping[str, State]) -> bool:
+    """Whether the service, which has not named it yet, can load it as another slicing of a model."""
+    parsed = parse_name(name)
+    group = states.get(parsed[0], {}).get("group") if parsed and name not in states else None
+    return bool(group and group["order"])
+
+
+def other_sizes(request: Attach, state: State, advice: str) -> RankMismatch:
+    """The error for sizes that are not the config's."""
+    own = Sizes(*state["group"]["sizes"])
+    wanted = wanted_sizes(request.key, own)
+    differences = {
+        f"{axis}_parallel_size": [theirs, ours] for axis, theirs, ours in zip(AXES, wanted, own, strict=True)
+        if theirs != ours
+    }  # fmt: skip
+    return RankMismatch(model=request.model, differences=differences, advice=advice)
+
+
+def _advice(differing: set[str], key: ShardKey, wanted: Mapping[str, Any], state: State, device: str) -> str | None:
+    """What to do where only the rank or the parallel sizes are others; else None."""
+    axes = {f"{axis}_parallel_{part}" for axis in AXES for part in ("size", "rank")}
+    if not differing & axes or not differing <= axes | {"expert_parallel_size", "expert_parallel_rank"}:
+        return None
+    own = Sizes(*(getattr(key, f"{axis}_parallel_size") for axis in AXES))
+    here = _named({name: getattr(key, name) for name in axes}, own)
+    sizes = wanted_sizes(wanted, own)
+    if sizes != own:
+        return (
+            f"{device} has {here}; start the engine with these sizes, tensor_parallel=(rank, size), or give the model "
+            'its sizes in the config, or on_mismatch = "reload" there'
+        )
+    number = wanted_rank(wanted, sizes)
+    advice = f"{device} has {here}, asked for was {_named(wanted, sizes)}"
+    group = state.get("group")
+    if group and number is not None and Sizes(*group["sizes"]) == sizes:
+        place = number - group["first"]
+        if 0 <= place < len(group["ranks"]):
+            there = group["ranks"][place]
+            where = "is on" if state.get("whole", True) else "belongs on"
+            advice += f", which {where} {there}: attach it with device={there!r}"
+        else:
+            advice += ", which is on another node"
+    return advice
+
+
+def _named(key: Mapping[str, Any], sizes: Sizes) -> str:
+    """ "tensor parallel rank 1 of 2"; of the whole model "the whole model"."""
+    parts = [
+        f"{axis} parallel rank {key.get(f'{axis}_parallel_rank', 'unknown')} of {size}"
+        for axis, size in zip(AXES, sizes, strict=True)
+        if size > 1
+    ]
+    return ", ".join(parts) or "the whole model"
