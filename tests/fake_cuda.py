@@ -61,6 +61,7 @@ class Memory:
     gpu: Gpu
     access: int = 0
     device: int | None = None  # the ordinal that has the access
+    peers: dict[int, int] = field(default_factory=dict)  # other ordinals that were given some, and which
 
 
 @dataclass(eq=False)
@@ -153,6 +154,7 @@ class FakeDriver:
         self.modules: dict[int, dict[str, ptx.Kernel]] = {}
         self.kernels: dict[int, ptx.Kernel] = {}
         self.launches: list[tuple[int, int]] = []  # blocks, threads
+        self.peer_access = True  # whether devices can reach each other's memory
         self.retained = 0
         self.pinned: dict[int, int] = {}  # address -> bytes
         self.streams: dict[int, Stream] = {}
@@ -219,6 +221,10 @@ class FakeDriver:
     @call(1)
     def cuDeviceGetUuid(self, dev: CUdevice) -> SimpleNamespace:
         return SimpleNamespace(bytes=self.gpus[require(dev, CUdevice)].uuid)
+
+    @call(1)
+    def cuDeviceCanAccessPeer(self, dev: CUdevice, peerDev: CUdevice) -> int:
+        return int(self.peer_access and require(dev, CUdevice) != require(peerDev, CUdevice))
 
     @call(1)
     def cuMemGetAllocationGranularity(self, prop: CUmemAllocationProp, option: Any) -> int:
@@ -296,8 +302,12 @@ class FakeDriver:
         mappings = [m for at, m in self.mappings.items() if ptr <= at and at + m.size <= ptr + size]
         expect(sum(mapping.size for mapping in mappings) == size)
         for mapping in mappings:
-            mapping.access = require(desc[0].flags, TYPES.CUmemAccess_flags)
-            mapping.device = desc[0].location.id
+            access, device = require(desc[0].flags, TYPES.CUmemAccess_flags), desc[0].location.id
+            if mapping.device in (None, device):
+                mapping.access, mapping.device = access, device
+            else:
+                expect(self.peer_access, Status.CUDA_ERROR_INVALID_DEVICE)
+                mapping.peers[device] = access
 
     @call(1)
     def cuDevicePrimaryCtxRetain(self, dev: CUdevice) -> CUcontext:
@@ -412,6 +422,22 @@ class FakeDriver:
         for row in range(copy.Height):
             destination, source = copy.dstDevice + row * copy.dstPitch, copy.srcHost + row * copy.srcPitch
             self._submit_copy(hStream, destination, source, copy.WidthInBytes)
+
+    @call()
+    def cuMemcpyDtoDAsync(self, dstDevice: int, srcDevice: int, ByteCount: int, hStream: CUstream) -> None:
+        expect(ByteCount > 0)
+        stream = self._stream(hStream)
+        device = stream.context - CONTEXTS
+
+        def copy() -> None:
+            try:
+                fd, offset = self._range(srcDevice, ByteCount, writable=False, device=device)
+            except Refused as refused:
+                self.broken = refused.status
+            else:
+                self.poke(dstDevice, os.pread(fd, ByteCount, offset), device)
+
+        stream.work.append(copy)
 
     @call()
     def cuStreamSynchronize(self, hStream: CUstream) -> None:
@@ -547,7 +573,8 @@ class FakeDriver:
         needed = 3 if writable else 1
         for start, mapping in self.mappings.items():
             inside = start <= address and address + nbytes <= start + mapping.size
-            if inside and mapping.access & needed == needed and device in (None, mapping.device):
+            access = mapping.peers.get(device, 0) if device not in (None, mapping.device) else mapping.access
+            if inside and access & needed == needed:
                 return mapping.fd, address - start
         raise Refused(Status.CUDA_ERROR_ILLEGAL_ADDRESS)
 

@@ -79,8 +79,10 @@ class RunningService(Asked):
         instance: str = "test",
         options: tuple[str, ...] = (),
         limits: dict[int, int] | None = None,
+        within: tuple[str, ...] = (),
     ) -> None:
-        """`limits`: hard limits to run it under, by number (``resource.RLIMIT_NOFILE``)."""
+        """`limits`: hard limits to run it under, by number (``resource.RLIMIT_NOFILE``). `within`: a command that runs
+        it elsewhere and becomes it, as ``ip netns exec NAME`` does."""
         self.runtime_dir = runtime_dir
         self.instance = instance
         self.messages: list[str] = []
@@ -96,7 +98,7 @@ class RunningService(Asked):
         self._reader = threading.Thread(target=self._read, name="notify", daemon=True)
         self._reader.start()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "weightcached", "serve", "--config", str(self.config), *options],
+            [*within, sys.executable, "-m", "weightcached", "serve", "--config", str(self.config), *options],
             env={**os.environ, "NOTIFY_SOCKET": address, "WEIGHTCACHED_RUNTIME_DIR": str(runtime_dir)},
             stdin=subprocess.DEVNULL,
             stderr=self._log,

@@ -115,8 +115,8 @@ def test_home_is_expanded(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
         ("models = []", 'models: unknown key; did you mean "model"?'),
         ("allow_uid = []", 'allow_uid: unknown key; did you mean "allow_uids"?'),
         (
-            "[cluster]\nnodes = 2",
-            "cluster: unknown key; valid here: ready, devices, memory_limit, allow_uids, staging_",
+            "[clutter]\nnodes = 2",
+            'clutter: unknown key; did you mean "cluster"?',
         ),
         ("tensor_parallel = 2", "tensor_parallel: unknown key at the top; it belongs below a [[model]]"),
         (MODEL + "preloads = true", 'model[0].preloads: unknown key; did you mean "preload"?'),
@@ -205,6 +205,18 @@ def test_unknown_keys(load: Load, text: str, problem: str) -> None:
         ),
         (MODEL + 'rules = "a: col"', 'model[0].rules: "a: col" is no list of rules, each a string'),
         (MODEL + "rules = [1]", "model[0].rules: [1] is no list of rules, each a string"),
+        (MODEL + 'publisher = "a b"', 'model[0].publisher: "a b" is no command; write its words as a list, such as ["'),
+        (MODEL + "publisher = [1]", "model[0].publisher: [1] is no command; write its words as a list"),
+        (MODEL + 'publisher = ["a\\u0000"]', 'model[0].publisher: ["a\\u0000"] is no command; write its words as'),
+        (MODEL + 'publisher = ["", "x"]', "model[0].publisher: the first word is empty; it names the program"),
+        (
+            MODEL + 'dtype = "bfloat16"\npublisher = ["x"]',
+            "model[0].publisher: dtype has no effect with it: the command decides; give it the option that it has",
+        ),
+        (
+            MODEL + 'publisher = ["x"]\nrules = ["*.q_proj: col"]',
+            "model[0].publisher: rules has no effect with it: the command decides; give it the option that it has",
+        ),
         (MODEL + 'rules = ["*.q_proj: rows"]', "model[0].rules: rule '*.q_proj: rows': 'rows' is no kind; valid are"),
         ("staging_memory = true", 'staging_memory: true is no size; write one such as "256MiB", or bytes'),
         ('staging_memory = "10%"', 'staging_memory: "10%" is no size'),
@@ -413,7 +425,15 @@ def violations(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> list
     if "anyOf" in schema:
         found = [violations(value, option, root) for option in schema["anyOf"]]
         return [] if [] in found else [problem for option in found for problem in option]
-    types = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "null": type(None)}
+    types: dict[str, Any] = {
+        "object": dict,
+        "array": list,
+        "string": str,
+        "integer": int,
+        "boolean": bool,
+        "null": type(None),
+    }
+    types["number"] = (int, float)
     if not isinstance(value, types[schema["type"]]):
         return [f"{value!r} is no {schema['type']}"]
     if value != schema.get("const", value) or value not in schema.get("enum", [value]):

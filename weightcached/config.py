@@ -6,6 +6,7 @@
     [[model]]                           ModelConfig, in file order
     name = "minilm"
     checkpoint = "/models/minilm"
+    [cluster]                           ClusterConfig, of `config_cluster`
 
 A key that this version does not know is an error, since a setting that is silently ignored is worse than none. Only the
 service and its commands import this module: pydantic costs more than a whole attach.
@@ -34,8 +35,10 @@ from pydantic import (
     field_validator,
 )
 
+from .config_cluster import ClusterConfig
 from .config_values import (
     CheckpointPath,
+    Command,
     Limit,
     ModelDevices,
     ModelName,
@@ -97,10 +100,26 @@ class ModelConfig(BaseModel):
     )
     rules: Rules = Field((), description="How to cut what no built-in rule knows; first match wins.")
     devices: ModelDevices | None = Field(
-        None, description="The device of each rank, in rank order; left out: the service's first ones."
+        None, description="The device of each rank, in rank order; left out: those with the most memory free."
+    )
+    on_mismatch: Literal["refuse", "reload"] = Field(
+        "refuse",
+        description="What becomes of an engine that waits with other parallel sizes than these: refused, or the "
+        'service loads that slicing as well, as "NAME.tpN" on the first N devices, and gives it out by this name.',
+    )
+    publisher: Command = Field(
+        (),
+        description="A command that loads and publishes it in an engine's own layout, run once for each rank, all at "
+        'once, instead of the built-in loader; "python" is the one that the service runs on.',
     )
 
     _file: Path | None = PrivateAttr(None)
+    _share: range | None = PrivateAttr(None)  # of the ranks, on this node
+
+    @property
+    def ranks_here(self) -> range:
+        """The ranks that are on this node, of all `parallel.world`."""
+        return range(self.parallel.world) if self._share is None else self._share
 
     @property
     def parallel(self) -> Parallel:
@@ -125,11 +144,12 @@ class ModelConfig(BaseModel):
                 if name not in devices:
                     raise self._error(f"device {name} is not served here; devices: {', '.join(devices)}")
             return self.devices
-        ranks = self.parallel.world
+        ranks = len(self.ranks_here)
         alike = [name for name in devices if is_host(name) == is_host(devices[0])]
         if len(alike) < ranks:
             raise self._error(
-                f"{_ranks(dict(self))} need {ranks} devices of one kind; {len(alike)} served here: {', '.join(alike)}"
+                f"{_ranks(dict(self), ranks)} need {ranks} devices of one kind; "
+                f"{len(alike)} served here: {', '.join(alike)}"
             )
         return tuple(alike[:ranks])
 
@@ -152,22 +172,39 @@ class ModelConfig(BaseModel):
     @classmethod
     def _as_many_as_ranks(cls, value: tuple[str, ...] | None, info: ValidationInfo) -> tuple[str, ...] | None:
         known = all(key in info.data for key in _SIZES)  # one that is missing is wrong itself
-        if value is not None and known and len(value) != math.prod(info.data[key] for key in _SIZES):
+        if value is None or not known:
+            return value
+        ranks = math.prod(info.data[key] for key in _SIZES)
+        cluster = (info.context or {}).get("cluster")
+        here = ranks if cluster is None else len(cluster.share(ranks))
+        if len(value) != here:
             raise ValueError(
-                f"{len(value)} {_plural('device', len(value))} for {_ranks(info.data)}; "
+                f"{len(value)} {_plural('device', len(value))} for {_ranks(info.data, here)}; "
                 "name one for each rank, in rank order"
             )
+        return value
+
+    @field_validator("publisher")
+    @classmethod
+    def _decides_alone(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        for key, default in (("dtype", "checkpoint"), ("rules", ()), ("on_mismatch", "refuse")):
+            if value and info.data.get(key, default) != default:
+                raise ValueError(f"{key} has no effect with it: the command decides; give it the option that it has")
         return value
 
     def _error(self, problem: str) -> ConfigError:
         return ConfigError(file=str(self._file or "config"), problem=f"model {self.name}: {problem}")
 
 
-def _ranks(sizes: dict[str, Any]) -> str:
-    """Their number and where it comes from, without sizes of 1: "4 ranks (tensor_parallel 2 x data_parallel 2)"."""
+def _ranks(sizes: dict[str, Any], here: int) -> str:
+    """Their number and where it comes from, without sizes of 1: "4 ranks (tensor_parallel 2 x data_parallel 2)".
+
+    `here`: how many of them are on this node.
+    """
     ranks = math.prod(sizes[key] for key in _SIZES)
     factors = " x ".join(f"{key} {sizes[key]}" for key in _SIZES if sizes[key] > 1)
-    return f"{ranks} {_plural('rank', ranks)}" + (f" ({factors})" if factors else "")
+    number = f"{ranks} {_plural('rank', ranks)}" + (f" ({factors})" if factors else "")
+    return number if here == ranks else f"{here} of {number} on this node"
 
 
 def _plural(noun: str, number: int) -> str:
@@ -203,6 +240,7 @@ class Config(BaseModel):
     staging_memory: Staging = Field(
         "256MiB", validate_default=True, description='Host memory that a load passes bytes through: "256MiB", or bytes.'
     )
+    cluster: ClusterConfig | None = Field(None, description="The other nodes, if there are any; all have all models.")
     models: Annotated[tuple[ModelConfig, ...], AfterValidator(_unique_names)] = Field(
         (), alias="model", description="The models, in the order in which they are loaded."
     )
@@ -261,16 +299,29 @@ def load_config(path: Path) -> Config:
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, a number of 5,000 digits, 5,000 brackets
         raise ConfigError(file=str(path), problem=f"not TOML: {error}") from error
     try:
-        config = Config.model_validate(data)
+        config = Config.model_validate(data, context={"cluster": _cluster(data)})
     except ValidationError as error:
         raise ConfigError(file=str(path), problem=_join(_problems(error, data))) from None
     config._file = path
     for model in config.models:
         model._file = path
+        if config.cluster is not None:
+            try:
+                model._share = config.cluster.share_of(model)
+            except ValueError as error:
+                raise model._error(str(error)) from None
     if config.devices != "all":
         for model in config.models:
             model.devices_for(config.devices)
     return config
+
+
+def _cluster(data: dict[str, Any]) -> ClusterConfig | None:
+    """The table [cluster] for what depends on it, None without one, and for one that is wrong itself."""
+    try:
+        return ClusterConfig.model_validate(data["cluster"]) if "cluster" in data else None
+    except ValidationError:
+        return None
 
 
 def json_schema() -> dict[str, Any]:
@@ -305,9 +356,11 @@ def _sentence(entry: dict[str, Any]) -> str:
     if kind == "extra_forbidden":
         return _unknown_key(entry["loc"])
     if kind == "missing":
-        return "missing; every [[model]] needs it"
+        return f"missing; every {'[cluster]' if entry['loc'][0] == 'cluster' else '[[model]]'} needs it"
     if kind == "value_error":
         return str(entry["ctx"]["error"])
+    if entry["loc"] == ("cluster",) and kind == "model_type":
+        return f"{shown(value)} is not what [cluster] makes; start it with [cluster] on a line of its own"
     if entry["loc"] == ("model",) or kind == "model_type":
         return f"{shown(value)} is not what [[model]] makes; start each model with [[model]] on a line of its own"
     if kind == "bool_type":
@@ -319,6 +372,10 @@ def _unknown_key(loc: tuple[int | str, ...]) -> str:
     key = str(loc[-1])
     top = [field.alias or name for name, field in Config.model_fields.items()]
     inner = list(ModelConfig.model_fields)
+    if loc[0] == "cluster" and len(loc) > 1:
+        inner = list(ClusterConfig.model_fields)
+        if key not in inner and key in top:
+            return "unknown key in [cluster]; it belongs above it"
     valid, elsewhere = (top, inner) if len(loc) == 1 else (inner, top)
     if key in elsewhere:
         return (

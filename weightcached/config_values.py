@@ -157,6 +157,17 @@ def _rule_list(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _command(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(word, str) and "\0" not in word for word in value):
+        raise ValueError(
+            f"{shown(value)} is no command; write its words as a list, "
+            'such as ["python", "-m", "weightcached.engines.vllm", "preload"]'
+        )
+    if value and not value[0]:
+        raise ValueError("the first word is empty; it names the program")
+    return tuple(value)
+
+
 _NAME_SCHEMA = {"type": "string", "pattern": r"^((GPU|MIG)-[0-9A-Za-z-]+|host-[0-9]+)$"}
 _LIST_SCHEMA = {"type": "array", "items": _NAME_SCHEMA, "minItems": 1, "uniqueItems": True}
 _BYTES_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "integer", "exclusiveMinimum": 0}]}
@@ -181,8 +192,6 @@ Uids = Annotated[
 ]
 RankCount = Annotated[int, PlainValidator(_rank_count), WithJsonSchema({"type": "integer", "minimum": 1})]
 StageLayers = Annotated[LayerSplit | tuple[int, ...], PlainValidator(_stage_layers), WithJsonSchema(_SPLIT_SCHEMA)]
-Rules = Annotated[
-    tuple[str, ...],
-    PlainValidator(_rule_list),
-    WithJsonSchema({"type": "array", "items": {"type": "string"}}),
-]
+_STRINGS_SCHEMA: dict[str, Any] = {"type": "array", "items": {"type": "string"}}
+Rules = Annotated[tuple[str, ...], PlainValidator(_rule_list), WithJsonSchema(_STRINGS_SCHEMA)]
+Command = Annotated[tuple[str, ...], PlainValidator(_command), WithJsonSchema(_STRINGS_SCHEMA)]

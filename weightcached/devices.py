@@ -95,9 +95,11 @@ def default_devices() -> list[Device]:
 def find_devices(names: list[str]) -> list[Device]:
     """The named devices in order. `NoSuchDevice` names the first that is not here and what is."""
     known = {device.name: device for device in (host_devices() if all(map(is_host, names)) else all_devices())}
+    whole: Memory | None = None  # of the host, read once: devices that share it have the same
     for name in names:
         if _is_further_host(name):
-            known[name] = Device(name, "host memory", device_memory(name))
+            whole = whole or (known["host-0"].memory if len(_numa_nodes()) == 1 else device_memory(name))
+            known[name] = Device(name, "host memory", whole)
         elif name not in known:
             raise NoSuchDevice(device=name, known=[device.name for device in all_devices()])
     return [known[name] for name in names]
@@ -133,6 +135,11 @@ def host_memory(node: int) -> Memory:
         raise NoSuchDevice(device=f"host-{node}", known=[f"host-{known}" for known in nodes])
     info = _meminfo(_NODES / f"node{node}" / "meminfo")
     return Memory(total=info["MemTotal"], free=info["MemFree"] + info.get("FilePages", 0) - info.get("Shmem", 0))
+
+
+def memory_pool(name: str) -> str:
+    """What memory a device's bytes are of: its own, but for host devices that have no NUMA node to themselves."""
+    return "host" if is_host(name) and (len(_numa_nodes()) == 1 or _is_further_host(name)) else name
 
 
 def _is_further_host(name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,11 +113,33 @@ def test_json(tmp_path: Path, models: Path) -> None:
                 "dtype": "float32",
                 "architecture": "BertModel",
                 "ignored": ["stray.safetensors"],
+                "publisher": [],
+                "chosen": False,
                 "problem": None,
             }
         ],
         "problems": [],
     }
+
+
+def test_a_model_with_a_publisher(tmp_path: Path, models: Path) -> None:
+    """Its files are checked, and its bytes on the device left open: only its command knows what it makes of them. A
+    model that the built-in loader cannot cut is no problem, one that is not there is."""
+    command = 'publisher = ["python", "-m", "engine"]\ntensor_parallel = 2'
+    config = model("made", models / "small", command) + model("gone", models / "gone", command)
+    config = 'devices = ["host-0", "host-1"]\n' + config
+    done = check(tmp_path, config, "--json")
+    assert done.returncode == 1
+    made, gone = json.loads(done.stdout)["models"]
+    assert (made["publisher"], made["problem"]) == (["python", "-m", "engine"], None)
+    assert (made["files"], made["tensors"], made["bytes"], made["dtype"]) == (2, 2, None, None)
+    assert [(rank["device"], rank["bytes"]) for rank in made["ranks"]] == [("host-0", None), ("host-1", None)]
+    assert str(models / "gone") in gone["problem"]
+    rows = [line.split() for line in check(tmp_path, config).stdout.splitlines()]
+    (first,) = (row for row in rows if row[:2] == ["made", "host-0"])
+    assert first[5:] == ["by", "publisher", "-", "-", "2", "stray.safetensors"], first
+    (refused,) = (row for row in rows if row[:2] == ["gone", "host-0"])
+    assert "refused" in refused
 
 
 def test_every_layout_is_named_in_json(tmp_path: Path) -> None:
@@ -408,3 +431,19 @@ def test_a_set_of_many_files(tmp_path: Path, hard: int | None) -> None:
     assert done.returncode == 1
     assert "Too many open files, this process may have 40; raise its hard limit of open files" in done.stderr
     assert "to 376 at least: the set has 60 files, and a load opens each twice" in done.stderr
+
+
+def test_devices_are_chosen_by_free_memory(tmp_path: Path, models: Path) -> None:
+    """A model that names none and has more to choose from than it has ranks: the choice is printed with what is free
+    there. Host devices share the host's memory, so that the first ones are taken."""
+    hosts = 'devices = ["host-1", "host-0"]\n'
+    done = check(
+        tmp_path, hosts + model("free", models / "small") + model("named", models / "small", 'devices = ["host-0"]')
+    )
+    assert done.returncode == 0
+    (line,) = [line for line in done.stdout.splitlines() if "most memory" in line]
+    assert re.fullmatch(
+        r"free: of 2 devices the most memory is free on host-1 \([\d.]+ GiB free\); what is cached stays", line
+    )
+    told = json.loads(check(tmp_path, hosts + model("free", models / "small"), "--json").stdout)
+    assert [(item["chosen"], item["ranks"][0]["device"]) for item in told["models"]] == [(True, "host-1")]

@@ -274,3 +274,47 @@ def test_installed_looks_without_importing() -> None:
         False,
         False,
     )
+
+
+CLUSTER = '[cluster]\nnodes = 2\nnode_rank = 0\nmaster_addr = "10.0.0.1"\nmaster_port = 29650\n'
+NODES = [{"node": 0, "state": "loaded"}, {"node": 1, "state": "loaded"}]
+AGREED = {"problem": None, "agreed": True, "nodes": NODES}
+
+
+@pytest.mark.parametrize(
+    ("unit", "said", "level", "words"),
+    [
+        ({}, AGREED, Level.OK, "node 0 of 2, meets at 10.0.0.1:29650; all nodes are there"),
+        ({}, {**AGREED, "agreed": False}, Level.OK, "all nodes are there, not agreed yet"),
+        ({}, None, Level.OK, "node 0 of 2, meets at 10.0.0.1:29650"),
+        ({"RestrictAddressFamilies": "AF_UNIX AF_INET AF_INET6"}, AGREED, Level.OK, "all nodes are there"),
+        ({"RestrictAddressFamilies": "~AF_NETLINK"}, AGREED, Level.OK, "all nodes are there"),
+        ({"RestrictAddressFamilies": "AF_UNIX"}, AGREED, Level.PROBLEM, "its unit cuts it off the network"),
+        ({"PrivateNetwork": "yes"}, None, Level.PROBLEM, "its unit cuts it off the network"),
+        ({}, {**AGREED, "problem": "the nodes differ: m"}, Level.PROBLEM, "the nodes differ: m"),
+        ({}, {**AGREED, "nodes": [NODES[0], {"node": 1, "state": "gone"}]}, Level.WARNING, "node 1 gone"),
+    ],
+)
+def test_a_node_of_a_cluster(
+    host: FakeHost,
+    tmp_path: Path,
+    unit: Mapping[str, str],
+    said: Mapping[str, Any] | None,
+    level: Level,
+    words: str,
+) -> None:
+    """Whether its unit lets it reach the others, and what it says of them; with a next step where one is needed."""
+    item = instance(tmp_path, unit={**USER_UNIT, **unit}, status={**STATUS, "cluster": said})
+    item = replace(item, config=config(tmp_path, model="tensor_parallel = 2\n" + CLUSTER))
+    finding = findings(host, item)["cluster"]
+    assert (finding.level, finding.found.endswith(words)) == (level, True)
+    assert bool(finding.next) == (level is not Level.OK)
+
+
+def test_agreeing_needs_torch(host: FakeHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node without it is found before it waits for others."""
+    monkeypatch.setattr(doctor_service, "_installed", lambda module: False)
+    item = replace(instance(tmp_path), config=config(tmp_path, model="tensor_parallel = 2\n" + CLUSTER))
+    finding = findings(host, item)["packages"]
+    assert finding.level is Level.PROBLEM
+    assert "no torch, which agrees with the other nodes" in finding.found

@@ -61,6 +61,7 @@ def test_help_lists_what_people_type(env: dict[str, str]) -> None:
     assert "worker" not in text
     assert "loader" not in text
     assert "verifier" not in text
+    assert "digest" not in text
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,9 @@ def test_help_lists_what_people_type(env: dict[str, str]) -> None:
         ["worker", "host-0", "--channel-fd", "three"],
         ["loader", "host-0"],
         ["verifier", "host-0", "m"],
+        ["digest", "/models/m"],
+        ["digest", "--channel-fd", "3"],
+        ["digest", "/models/m", "--channel-fd", "three"],
     ],
     ids=" ".join,
 )
@@ -95,7 +99,7 @@ def test_schema_is_json(env: dict[str, str]) -> None:
     """`schema` prints the JSON schema and nothing else."""
     done = run(env, "schema")
     assert (done.returncode, done.stderr) == (0, "")
-    keys = {"ready", "devices", "memory_limit", "staging_memory", "allow_uids", "model"}
+    keys = {"ready", "devices", "memory_limit", "staging_memory", "allow_uids", "model", "cluster"}
     assert set(json.loads(done.stdout)["properties"]) == keys
 
 

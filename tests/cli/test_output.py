@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from weightcached.cli.output import human_bytes, print_json, print_table, rank_label
+from weightcached.cli.output import cluster_lines, human_bytes, print_json, print_table, rank_label
 
 TABLE = """
 from weightcached.cli.output import print_table
@@ -156,3 +156,24 @@ def test_a_rank_is_named_by_what_is_cut(sizes: dict[str, tuple[int, int]], label
     key = {f"{axis}_parallel_rank": rank for axis, (rank, _) in places.items()}
     key |= {f"{axis}_parallel_size": size for axis, (_, size) in places.items()}
     assert rank_label(key) == label
+
+
+def test_the_nodes_of_a_cluster_are_a_line_each() -> None:
+    """With state, address, age and ranks; what came from elsewhere cannot forge a line. None without a cluster."""
+    usual = {"address": None, "seen": None, "problem": None, "ranks": {}}
+    nodes = [
+        {**usual, "node": 0, "state": "loaded", "address": "10.0.0.1", "seen": 0.0, "ranks": {"m": [0, 7]}},
+        {"node": 1, "state": "gone", "address": "10.0.0.2", "seen": 17.4, "problem": "a\nb", "ranks": {"m": [8, 8]}},
+        {**usual, "node": 2, "state": "unknown"},
+    ]
+    cluster = {"node": 0, "master": "10.0.0.1:29650", "agreed": False, "problem": "why", "dropped": {}, "nodes": nodes}
+    assert cluster_lines(cluster) == [
+        "cluster: node 0 of 3, meets at 10.0.0.1:29650, not agreed: why",
+        "  node 0: loaded, this one, ranks m 0-7",
+        "  node 1: gone, 10.0.0.2, seen 17 s ago, ranks m 8: a\\nb",
+        "  node 2: unknown, no address known, ranks none",
+    ]
+    dropped = cluster_lines({**cluster, "agreed": True, "problem": None, "dropped": {"malformed": 3, "foreign": 1}})
+    assert dropped[0].endswith("29650, agreed")
+    assert dropped[-1] == "  datagrams dropped: 1 foreign, 3 malformed"
+    assert cluster_lines(None) == []

@@ -79,6 +79,7 @@ def load_cuda(
     readers: int | None = None,
     threads: int | None = None,
     progress: Progress = lambda done: None,
+    replicas: dict[int, int] | None = None,
 ) -> Loaded:
     """The same through CUDA slabs on devices `ordinals`, default: all on the first."""
     read = read or read_fake
@@ -89,7 +90,7 @@ def load_cuda(
         try:
             for device, slab in zip(devices, plan.slabs, strict=True):
                 slabs.append(CudaSlab.create(device, slab.nbytes))
-            with readers_of(readers, threads, plan) as some, closing(CudaSink(slabs, staging)) as sink:
+            with readers_of(readers, threads, plan) as some, closing(CudaSink(slabs, staging, replicas)) as sink:
                 result = run(plan, checkpoint, sink, some, progress)
             sealed = zip(slabs, devices, strict=True)
             return Loaded(plan, result, tuple(read(slab.seal(), slab.nbytes, device) for slab, device in sealed))

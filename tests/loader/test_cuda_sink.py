@@ -45,7 +45,7 @@ from weightcached.loader.pipeline import run
 from weightcached.loader.plan import plan_load
 from weightcached.loader.sink import BUFFERS
 from weightcached.parallel.slices import Part, Slice
-from weightcached.shard.cuda import CudaMapping, CudaSlab, PrimaryContext
+from weightcached.shard.cuda import CudaMapping, CudaSlab, PrimaryContext, device_count
 from weightcached.shard.dtypes import DTYPES, tensor_bytes
 
 
@@ -467,3 +467,74 @@ def test_one_device_that_fails_is_not_the_end_of_the_other(big: Path, fake: Fake
         load_cuda(big, shards, ordinals=[0, 1], threads=1, progress=stop)
     assert fake.calls.count("cuStreamSynchronize") == 2
     assert fake.live() == {}
+
+
+# Replicas, from device to device.
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_a_replica_comes_from_the_other_device(
+    big: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reachable: bool
+) -> None:
+    """Its bytes cross from the host once, and are the same. Devices that cannot reach each other get them from the host
+    both, which is a warning with their names."""
+    fake = use_fake(monkeypatch)
+    fake.peer_access = reachable
+    caplog.set_level("INFO")
+    with open_checkpoint(big) as checkpoint:
+        one = whole(checkpoint)
+    loaded = load_cuda(big, [one, one], ordinals=[0, 1], threads=2, replicas={1: 0})
+    alone = load_host(big, threads=1)
+    assert loaded.slabs == alone.slabs * 2
+    assert loaded.result.bytes_read == alone.result.bytes_read == big.stat().st_size
+    calls = Counter(fake.calls)
+    assert calls["cuMemcpyDtoDAsync"] == reachable
+    said = "device to device: " if reachable else "GPU-10111213-1415-1617-1819-1a1b1c1d1e1f cannot reach the memory of"
+    assert said in caplog.text
+    before = calls["cuMemcpyHtoDAsync"]
+    fake.calls.clear()
+    load_cuda(big, [one], threads=2)
+    assert before == fake.calls.count("cuMemcpyHtoDAsync") * (1 if reachable else 2)
+    assert fake.live() == {}
+
+
+def test_a_replica_of_no_bytes(
+    tmp_path: Path, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is nothing to copy, and nothing to let the other device read."""
+    fake = use_fake(monkeypatch)
+    path = make_checkpoint(tmp_path / "model.safetensors", {"a": ("F32", (0, 4), b"")})
+    with open_checkpoint(path) as checkpoint:
+        one = whole(checkpoint)
+    assert load_cuda(path, [one, one], ordinals=[0, 1], threads=1, replicas={1: 0}).slabs == (b"", b"")
+    assert "cuMemcpyDtoDAsync" not in fake.calls
+
+
+def test_a_copy_that_fails_fails_the_load(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As any other copy; nothing is left."""
+    fake = use_fake(monkeypatch)
+    with open_checkpoint(big) as checkpoint:
+        one = whole(checkpoint)
+    monkeypatch.setattr(fake, "cuMemcpyDtoDAsync", lambda *arguments: (Status.CUDA_ERROR_UNKNOWN,))
+    with pytest.raises(DeviceError, match="cuMemcpyDtoDAsync"):
+        load_cuda(big, [one, one], ordinals=[0, 1], threads=1, replicas={1: 0})
+    assert fake.live() == {}
+
+
+@pytest.mark.gpu
+def test_a_replica_on_a_second_gpu(big: Path) -> None:
+    """The same on two real GPUs."""
+    if device_count() < 2:
+        pytest.skip("one GPU only")
+    with open_checkpoint(big) as checkpoint:
+        one = whole(checkpoint)
+
+    def read(fd: OwnedFd, nbytes: int, ordinal: int) -> bytes:
+        with fd:
+            mapping = CudaMapping.open(ordinal, [(fd.fileno(), nbytes)])
+        data = gpu.read(ordinal, mapping.address, nbytes)
+        mapping.close()
+        return data
+
+    loaded = load_cuda(big, [one, one], read=read, ordinals=[0, 1], threads=2, replicas={1: 0})
+    assert loaded.slabs == load_host(big, threads=1).slabs * 2

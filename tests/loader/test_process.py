@@ -205,6 +205,21 @@ def test_two_ranks_from_one_pass(tmp_path: Path, make_checkpoint: MakeCheckpoint
 
 
 @pytest.mark.usefixtures("workers")
+def test_ranks_on_other_nodes_are_planned_and_not_loaded(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    """Of four ranks the second and the third: their bytes, under the keys that they have among all four."""
+    tensors = write_llama(tmp_path, make_checkpoint)
+    with loader(job_for(tmp_path, DEVICES, parallel={"tensor": 2, "data": 2}, first=1)) as running:
+        plan, *_, done = running.rest()
+        assert running.process.wait(30) == 0
+    assert len(plan["plan"]["nbytes"]) == 2
+    assert done["done"]["bytes_read"] == (tmp_path / "model.safetensors").stat().st_size
+    for device, data, tensor in zip(DEVICES, (0, 1), (1, 0), strict=True):
+        head, _, slab = attached(device)
+        assert (head.key.data_parallel_rank, head.key.tensor_parallel_rank) == (data, tensor)
+        assert slab == slab_of(tensors, tensor, 2)
+
+
+@pytest.mark.usefixtures("workers")
 def test_the_first_target_is_the_first_rank(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
     """The order of the targets decides which device gets which rank, not the devices' numbers."""
     tensors = write_llama(tmp_path, make_checkpoint)
@@ -315,7 +330,7 @@ def test_a_rank_whose_worker_is_not_there(tmp_path: Path, make_checkpoint: MakeC
     assert nothing_reserved()
 
 
-@pytest.mark.parametrize("change", [{"targets": []}, {"parallel": {"tensor": 2}}, {"colour": "blue"}], ids=str)
+@pytest.mark.parametrize("change", [{"targets": []}, {"first": 1}, {"colour": "blue"}], ids=str)
 @pytest.mark.usefixtures("workers")
 def test_a_job_that_is_not_understood_is_said(tmp_path: Path, change: dict[str, Any]) -> None:
     """A job of another version, or one that does not fit together, is a protocol error and reserves nothing."""
@@ -370,7 +385,8 @@ def test_a_killed_loader_gives_its_room_back(tmp_path: Path, make_checkpoint: Ma
     ("change", "problem"),
     [
         ({"targets": []}, "a job of 1 ranks with 0 targets"),
-        ({"parallel": {"tensor": 2}}, "a job of 2 ranks with 1 targets"),
+        ({"parallel": {"tensor": 2}, "first": 2}, "a job of 2 ranks with 1 targets from rank 2 on"),
+        ({"first": -1}, "a job of 1 ranks with 1 targets from rank -1 on"),
         ({"parallel": {"tensor": 0}}, "tensor parallel size must be"),
         ({"parallel": {"pipeline": 2, "layers": [3]}}, "pipeline layers are given for 1 stages"),
         ({"parallel": {"experts": 2}}, "unexpected keyword argument 'experts'"),

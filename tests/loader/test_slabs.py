@@ -23,7 +23,7 @@ from weightcached.loader import slabs as slabs_module
 from weightcached.loader.pipeline import LoadResult
 from weightcached.loader.plan import LoadPlan, plan_load
 from weightcached.loader.readers import Readers
-from weightcached.loader.slabs import Devices, Filled, fill_slabs
+from weightcached.loader.slabs import Devices, Filled, fill_slabs, replicas_of
 from weightcached.memfd import SEALS
 from weightcached.shard.checksum import checksum_host
 from weightcached.shard.host import HostSlab
@@ -209,3 +209,19 @@ def test_a_slab_that_cannot_be_sealed(path: Path, fake: FakeDriver, descriptors:
         fill(path, GPUS)
     assert fake.live() == {}
     descriptors.check()
+
+
+def test_which_ranks_are_replicas() -> None:
+    """Those whose slices are all the same as an earlier one's: the first such is named."""
+    other = [columns("w2", 30, 1000, 100, 250)]
+    assert replicas_of([WHOLE, other, list(WHOLE), other, WHOLE[:3]]) == {2: 0, 3: 1}
+    assert replicas_of([WHOLE]) == {}
+
+
+def test_a_replica_that_is_none_is_found(tmp_path: Path, make_checkpoint: MakeCheckpoint) -> None:
+    """By the checksums, before anything is sealed: whatever a copy between devices does, no wrong bytes get out."""
+    path = make_checkpoint(tmp_path / "model.safetensors", RAW)
+    with open_checkpoint(path) as checkpoint, Devices(["host-0", "host-1"]) as devices:
+        plan = plan_load(checkpoint, SHARDS)
+        with pytest.raises(DeviceError, match="host-1: holds other bytes than host-0, of which it was to have a copy"):
+            fill_slabs(plan, checkpoint, devices, STAGING, thread_readers(1), replicas={1: 0})

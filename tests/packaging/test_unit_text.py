@@ -77,7 +77,9 @@ def test_verify_would_notice(installed: Path, before: str, after: str) -> None:
 def test_examples_are_not_read_as_shipped() -> None:
     """Copied with the whole folder, an example changes nothing: systemd reads *.conf only."""
     names = sorted(path.name for path in EXAMPLES.iterdir())
-    assert names == ["sandbox.conf.example", "systemd-254.conf.example", "venv.conf.example"]
+    assert names == [
+        "network.conf.example", "sandbox.conf.example", "systemd-254.conf.example", "venv.conf.example",
+    ]  # fmt: skip
 
 
 def test_drop_in_example_takes_the_command_over(installed: Path) -> None:
@@ -98,6 +100,17 @@ def test_sandbox_example_is_for_the_floor_too(installed: Path) -> None:
     assert all(version_of("Service", name) <= FLOOR for name in sandbox)
     assert sandbox["PrivateUsers"] == ["yes"], "without it 252 ignores the rest"
     add_drop_in(installed, "sandbox.conf.example")
+    result = verify(installed)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_network_example_widens_the_unit(installed: Path) -> None:
+    """Its address families come in addition to those of the unit, and systemd 252 knows all of it."""
+    network = parse(EXAMPLES / "network.conf.example")["Service"]
+    assert all(version_of("Service", name) <= FLOOR for name in network)
+    assert network["RestrictAddressFamilies"] == ["AF_INET AF_INET6 AF_NETLINK"], "an empty value would begin anew"
+    assert service("RestrictAddressFamilies") == "AF_UNIX"
+    add_drop_in(installed, "network.conf.example")
     result = verify(installed)
     assert (result.returncode, result.stderr) == (0, "")
 

@@ -19,7 +19,7 @@ import pytest
 
 from tests.client.handmade import Raw, make_shard, publish
 from tests.leaks import NoDescriptorLeaks
-from tests.running import wait_for_end
+from tests.running import import_path, wait_for_end
 from tests.scripted_gpus import ScriptedGpus
 from tests.service.conftest import attach, generation, model, slab_bytes
 from weightcached.config import load_config
@@ -562,6 +562,31 @@ def test_a_load_to_a_lost_device_is_ended(
         await until(lambda: all.state("small") == "cached")
 
     whole(runtime_dir, tmp_path, model("small", checkpoint), body)
+
+
+def test_a_publisher_for_a_lost_device_is_ended(
+    runtime_dir: Path, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command and its other ranks are killed; after the return it is run again."""
+    monkeypatch.setenv("PYTHONPATH", import_path())
+    gate, pids = tmp_path / "gate", tmp_path / "pids"
+    script = f'echo $$ >> {pids}; [ -e {gate} ] || exec sleep 600; exec {sys.executable} "$0"'
+    command = ["sh", "-c", script, str(ROOT / "tests" / "service" / "publishing.py")]
+
+    async def body(all: Whole) -> None:
+        await until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+        running = [int(pid) for pid in pids.read_text().split()]
+        all.script.say({"gone": {"device": "host-0", "problem": "GPU is lost"}})
+        await until(lambda: all.state("made") == "failed")
+        for pid in running:
+            await asyncio.to_thread(wait_for_end, pid)
+        assert "GPU is lost" in str(await all.refusal("made"))
+        gate.touch()
+        all.script.say({"back": {"device": "host-0"}})
+        await until(lambda: all.state("made") == "cached")
+
+    more = ["tensor_parallel = 2", f"publisher = {json.dumps(command)}"]
+    whole(runtime_dir, tmp_path, model("made", checkpoint, *more), body)
 
 
 def test_after_an_engines_fault_what_differs_is_lost_alone(

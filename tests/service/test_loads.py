@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import MakeCheckpoint
+from tests.gpu import becomes_true
 from tests.llama import LAYERS, Tensor, slab_of, write_llama
 from tests.running import process_of_role, wait_for_end
 from tests.service.conftest import HOST, HOSTS, StartService, attach, generation, held_by, model, slab_bytes
@@ -291,6 +292,10 @@ def test_one_load_feeds_all_ranks(start_service: StartService, llama: Llama) -> 
     with pytest.raises(KeyMismatch) as caught:
         attach("cut", device="host-0", tensor_parallel_rank=0)
     assert caught.value.differences == {"tensor_parallel_rank": [0, 1]}
+    assert str(caught.value).endswith(
+        "host-0 has tensor parallel rank 1 of 2, asked for was tensor parallel rank 0 of 2, which is on host-2: "
+        "attach it with device='host-2'"
+    )
     with pytest.raises(NoSuchModel):
         attach("cut", device="host-1")
     service.stop()
@@ -358,7 +363,7 @@ def test_a_rank_without_room_fails_the_whole_load(start_service: StartService, l
     config = f'ready = "listening"\nmemory_limit = {whole}\n' + HOSTS
     config += model("first", folder, 'devices = ["host-1"]') + model("cut", folder, "tensor_parallel = 2")
     service = start_service(config).ready()
-    assert "host-1 has no room" in service.ctl("wait", "cut", code=1)
+    assert "rank 1 on host-1: host-1 has no room" in service.ctl("wait", "cut", code=1)
     found = service.model("cut")
     assert (found["state"], found["ranks_cached"], found["generations"]) == ("failed", 0, [None, None])
     assert service.model("first")["state"] == "cached"
@@ -389,9 +394,12 @@ def test_ranks_of_two_loads_are_not_given_out_by_name(
         with pytest.raises(ModelLoading):
             attach("cut", device=device)
     os.kill(loader, signal.SIGKILL)
-    assert "1 of 2 ranks are published, rank 1 on host-1 is not" in service.ctl("wait", "cut", code=1)
+    assert "1 of 2 ranks were published and are evicted again, rank 1 on host-1 was not" in service.ctl(
+        "wait", "cut", code=1
+    )
     found = service.model("cut")
-    assert (found["state"], found["ranks_cached"], found["generations"][1]) == ("failed", 1, 1)
+    assert (found["state"], found["ranks_cached"], found["generations"]) == ("failed", 0, [None, 1])
+    assert becomes_true(lambda: service.status()["devices"][0]["shards"] == [])  # nobody can use half of a load
     pid = service.status()["devices"][1]["pid"]
     os.kill(pid, signal.SIGKILL)
     wait_for_end(pid)
@@ -509,6 +517,7 @@ def test_the_job_says_all_that_a_load_depends_on(
             "dtype": "bfloat16",
             "staging": 9 << 20,
             "spec": model.spec.digest,
+            "first": 0,
         }
     }  # fmt: skip
     job = Job.from_message(sent)
@@ -517,12 +526,15 @@ def test_the_job_says_all_that_a_load_depends_on(
 
 @pytest.mark.usefixtures("runtime_dir")
 def test_a_failure_after_the_first_publish(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The second rank is not published: the model failed, with one of two ranks, and the sentence names the other."""
+    """The second rank is not published: the model failed, what the first had does not count any more, and the sentence
+    names the other."""
     error = DeviceError(device="host-1", problem="is on fire")
     model = run_scripted(monkeypatch, tmp_path / "job", [PLAN, FIRST, failure(error)])
-    assert (model.state, model.ranks_cached, model.generation_on("host-0")) == ("failed", 1, 1)
+    assert (model.state, model.ranks_cached, model.generation_on("host-0")) == ("failed", 0, None)
     assert isinstance(model.error, LoadFailed)
-    assert "1 of 2 ranks are published, rank 1 on host-1 is not: host-1: is on fire" in str(model.error)
+    assert "1 of 2 ranks were published and are evicted again, rank 1 on host-1 was not: host-1: is on fire" in str(
+        model.error
+    )
 
 
 @pytest.mark.usefixtures("runtime_dir")
@@ -535,5 +547,5 @@ def test_a_worker_that_dies_between_two_publishes(monkeypatch: pytest.MonkeyPatc
     assert [model.generation_on(device) for device in model.devices] == [2, 2]
     assert json.loads((tmp_path / "job").read_text())["job"]["staging"] == 10 << 20  # as the config said by then
     model = run_scripted(monkeypatch, tmp_path / "job", half, half, half)
-    assert (model.state, model.ranks_cached, model.generation_on("host-0")) == ("failed", 1, 3)
-    assert "rank 1 on host-1 is not: host-1.sock: the other side closed it" in str(model.error)
+    assert (model.state, model.ranks_cached, model.generation_on("host-0")) == ("failed", 0, None)
+    assert "rank 1 on host-1 was not: host-1.sock: the other side closed it" in str(model.error)

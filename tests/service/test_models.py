@@ -11,7 +11,7 @@ import pytest
 from weightcached.config import Config, ModelConfig
 from weightcached.errors import CheckpointChanged, CheckpointError, ConfigError, DeviceError, DeviceFull, LoadFailed
 from weightcached.service import models
-from weightcached.service.models import LoadSpec, Model, start_failure, summary
+from weightcached.service.models import HeldBack, LoadSpec, Model, start_failure, summary
 
 ERROR = CheckpointError(file="/models/m/model.safetensors", problem="is not there")
 
@@ -116,14 +116,14 @@ BOTH = (begin, rank(0, 1), rank(1, 1))
         pytest.param(BOTH, "cached", 2, [1, 1], id="both"),
         pytest.param((begin, rank(1, 4), rank(0, 1)), "cached", 2, [1, 4], id="each device counts for itself"),
         pytest.param((begin, FAIL), "failed", 0, [None, None], id="none"),
-        pytest.param((begin, rank(0, 1), FAIL), "failed", 1, [1, None], id="the second rank fails"),
+        pytest.param((begin, rank(0, 1), FAIL), "failed", 0, [None, None], id="the second rank fails"),
         pytest.param((begin, rank(0, 1), FAIL, drop(0)), "absent", 0, [None, None], id="what was left is evicted"),
         pytest.param((begin, rank(0, 1), FAIL, *BOTH), "cached", 2, [1, 1], id="loaded again after that"),
         pytest.param((*BOTH, begin), "loading", 2, [1, 1], id="again, nothing published yet"),
         pytest.param((*BOTH, begin, rank(0, 2)), "loading", 1, [2, 1], id="again, one replaced"),
         pytest.param((*BOTH, begin, rank(0, 2), rank(1, 2)), "cached", 2, [2, 2], id="again, both replaced"),
         pytest.param((*BOTH, begin, FAIL), "cached", 2, [1, 1], id="again, and failed before it published"),
-        pytest.param((*BOTH, begin, rank(0, 2), FAIL), "failed", 1, [2, 1], id="again, and failed half-way"),
+        pytest.param((*BOTH, begin, rank(0, 2), FAIL), "failed", 0, [None, 1], id="again, and failed half-way"),
         pytest.param((*BOTH, begin, Model.called_off), "cached", 2, [1, 1], id="again, and called off"),
         pytest.param((*BOTH, begin, rank(0, 2), Model.called_off), "absent", 1, [2, 1], id="called off half-way"),
         pytest.param(
@@ -161,15 +161,27 @@ def test_a_group_is_there_when_every_rank_of_one_load_is(
 
 
 def test_a_failure_half_way_names_the_rank() -> None:
-    """The sentence says how many ranks are published, which one is not, where, and why."""
+    """The sentence says how many ranks were published, which one was not, where, and why; they do not count any more,
+    and are named to who evicts them. A failure before that names the rank of its device, if it has one."""
     model = pair()
-    for step in (begin, rank(0, 1), FAIL):
+    for step in (begin, rank(0, 7)):
         step(model)
+    assert model.fail(ERROR) == [("host-0", 7)]
+    assert (model.ranks_cached, model.nbytes, model.state) == (0, 0, "failed")
     assert isinstance(model.error, LoadFailed)
     assert str(model.error) == (
-        "loading m to host-0, host-1 failed: 1 of 2 ranks are published, rank 1 on host-1 is not: "
-        "/models/m/model.safetensors: is not there"
+        "loading m to host-0, host-1 failed: 1 of 2 ranks were published and are evicted again, "
+        "rank 1 on host-1 was not: /models/m/model.safetensors: is not there"
     )
+    model.gone("host-0")  # the eviction says what is known
+    for step in (begin, FAIL):
+        step(model)
+    assert model.error is ERROR
+    full = DeviceFull(device="host-1", needed=2, free=1, evictable=0, limit=1, others=0, holders=[], advice="wait")
+    begin(model)
+    assert model.fail(full) == []
+    assert str(model.error).startswith("loading m to host-0, host-1 failed: rank 1 on host-1: host-1 has no room")
+    assert model.may_be_tried_again
 
 
 def test_other_devices_have_nothing_of_the_model() -> None:
@@ -221,6 +233,7 @@ def test_a_spec_is_all_that_a_load_depends_on() -> None:
         {"dtype": "bfloat16"},
         {"rules": ["model.layers.*.extra: col"]},
         {"expert_parallel": True},
+        {"publisher": ["x"]},
     ):
         assert LoadSpec.of(config(**{"tensor_parallel": 2, **changed}), devices) != spec
     assert LoadSpec.of(config(tensor_parallel=2), ("host-1", "host-0")) != spec
@@ -236,10 +249,12 @@ def test_a_digest_is_of_the_whole_spec() -> None:
             {"checkpoint": "/models/n"},
             {"dtype": "bfloat16"},
             {"rules": ["model.layers.*.extra: col"]},
+            {"publisher": ["x"]},
+            {"publisher": ["x", "y"]},
         )
         for order in (devices, devices[::-1])
     ]
-    assert len({spec.digest for spec in specs}) == len(set(specs)) == 8
+    assert len({spec.digest for spec in specs}) == len(set(specs)) == 12
     assert LoadSpec.of(config(tensor_parallel=2), devices).digest == specs[0].digest
     assert LoadSpec.of(config(), ("host-0",)).digest == "e09f4ac2002c08b4c6d9b450048d8942"
 
@@ -303,6 +318,31 @@ def test_the_sentence_says_what_goes_on() -> None:
     assert re.fullmatch(r"loading m 0 %, 0\.0 GB/s", model.sentence())
     model.published("host-0", 1, 100)
     assert model.sentence() == "m cached"
+    model = new(publisher=["x"])
+    load(model)
+    assert model.sentence() == "loading m by its publisher"
+
+
+@pytest.mark.parametrize(
+    ("steps", "state"),
+    [
+        ((load, PUBLISH_2), "loading"),
+        ((load, PUBLISH_2, Model.called_off), "cached"),
+        ((load, Model.called_off), "absent"),
+        ((load, PUBLISH_2, FAIL), "cached"),
+        ((load, PUBLISH_2, GONE, Model.called_off), "absent"),
+        ((PUBLISH_2,), "cached"),
+        ((load, PUBLISH_2, Model.called_off, load, Model.called_off), "cached"),
+    ],
+)
+def test_a_publisher_is_loading_until_it_has_ended(steps: Steps, state: str) -> None:
+    """Its memory is its own until then, and its exit status decides. What an engine publishes by itself is there at
+    once, and its shard counts while the command is still to end."""
+    model = new(publisher=["x"])
+    for step in steps:
+        step(model)
+    assert model.state == state
+    assert (model.nbytes == 200) == (state in ("cached", "loading"))
 
 
 def test_the_worker_is_told_state_progress_and_reason() -> None:
@@ -418,8 +458,9 @@ def test_a_status_describes_the_whole_model() -> None:
     model = new(preload=False)
     assert model.describe() == {
         "model": "m", "devices": ["host-0"], "ranks": 1, "ranks_cached": 0, "state": "absent",
-        "checkpoint": str(Path("/models/m")), "preload": False, "pin": False, "generations": [None], "nbytes": None,
-        "bytes_done": 0, "bytes_to_read": None, "load_seconds": None, "error": None,
+        "checkpoint": str(Path("/models/m")), "preload": False, "pin": False, "publisher": [], "generations": [None],
+        "nbytes": None, "bytes_done": 0, "bytes_to_read": None, "load_seconds": None, "error": None,
+        "held_back": None,
     }  # fmt: skip
     cached(model)
     model.load_seconds = 1.5
@@ -481,3 +522,26 @@ def test_a_lost_shard_is_no_eviction() -> None:
     load(model)
     model.lost("host-0", ERROR)
     assert (model.state, model.error) == ("loading", None)
+
+
+def test_a_model_that_is_held_back_is_given_out_to_nobody_by_name() -> None:
+    """What clients are told is the reason: to wait while it may pass, to give up when it will not. It stays cached."""
+    model = new()
+    cached(model)
+    assert model.given_out
+    model.held_back = HeldBack("not agreed on yet", final=False)
+    assert not model.given_out and model.whole
+    told = model.for_worker()
+    assert (told["whole"], told["state"], told["reason"]) == (False, "loading", "not agreed on yet")
+    model.held_back = HeldBack("the nodes differ", final=True)
+    told = model.for_worker()
+    assert (told["whole"], told["state"], told["reason"], told["retry"]) == (False, "failed", "the nodes differ", False)
+    assert told["replace"] == "beside"
+    assert (model.describe()["state"], model.describe()["held_back"]) == ("cached", "the nodes differ")
+
+
+def test_a_spec_says_which_ranks_are_here() -> None:
+    """Of equal devices on two nodes, by another digest; a model that is all here keeps the digest that it had."""
+    spec = pair().spec
+    assert spec.first == 0
+    assert spec._replace(first=2).digest != spec.digest

@@ -7,10 +7,13 @@ import os
 import signal
 from pathlib import Path
 
+from tests.checkpoint.files import write_sharded
+from tests.client.handmade import Raw, make_shard, publish
 from tests.conftest import MakeCheckpoint
 from tests.llama import Tensor, slab_of, write_llama
 from tests.running import RunningService, process_of_role, wait_for_end
 from tests.service.conftest import HOST, HOSTS, StartService, attach, generation, held_by, model, slab_bytes
+from weightcached.client.publish import checkpoint_files
 
 Llama = tuple[Path, dict[str, Tensor]]
 
@@ -24,6 +27,16 @@ def test_loads_a_new_model_and_keeps_a_forgotten_one(start_service: StartService
     service.ctl("wait", "new", "--timeout", "30")
     assert {shard["model"] for shard in service.status()["devices"][0]["shards"]} == {"old", "new"}
     service.ctl("evict", "old")
+    service.stop()
+
+
+def test_another_cluster_is_for_a_restart(start_service: StartService, checkpoint: Path) -> None:
+    """A changed [cluster] is refused as a whole, since the ranks of this node follow from it."""
+    config = HOST + model("small", checkpoint)
+    service = start_service(config + "[cluster]\nnodes = 1\nnode_rank = 0\n").ready()
+    service.ctl("reload")
+    service.config.write_text(config)
+    assert "[cluster] has changed, which only a restart of the service applies" in service.ctl("reload", code=1)
     service.stop()
 
 
@@ -62,6 +75,31 @@ def test_changed_files_become_the_next_generation(
     holder.close()
     worker.close()
     assert json.loads(service.ctl("reload", "--json"))["loading"] == []
+    service.stop()
+
+
+def test_files_that_a_publisher_has_not_named_count_as_unchanged(start_service: StartService, checkpoint: Path) -> None:
+    """An engine that publishes without its files: nothing tells that they are others now, so a reload leaves it."""
+    lazy = HOST + model("made", checkpoint, "preload = false")
+    service = start_service(lazy).ready()
+    publish(make_shard([Raw("w", "U8", (4,), b"mine")], model="made", key={"layout": "test-1/0"}))
+    assert service.model("made")["state"] == "cached"
+    os.utime(checkpoint)
+    assert json.loads(service.ctl("reload", "--json"))["loading"] == []
+    assert held_by("made", "host-0", layout="test-1/0") == b"mine"
+    service.stop()
+
+
+def test_the_order_of_named_files_does_not_count(start_service: StartService, checkpoint: Path, tmp_path: Path) -> None:
+    """Files are compared by name; one that has changed has the model loaded again."""
+    folder = write_sharded(tmp_path / "sharded", {f"{name}.safetensors": [name] for name in "ab"})
+    service = start_service(HOST + model("made", folder, "preload = false")).ready()
+    files = checkpoint_files(folder)[::-1]
+    publish(make_shard([Raw("w", "U8", (4,), b"mine")], model="made", key={"layout": "test-1/0"}, files=files))
+    assert json.loads(service.ctl("reload", "--json"))["loading"] == []
+    os.utime(folder / "b.safetensors")
+    assert json.loads(service.ctl("reload", "--json"))["loading"] == ["made"]
+    service.ctl("wait", "made", "--timeout", "30")
     service.stop()
 
 

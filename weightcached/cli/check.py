@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.fileset import Checkpoint, open_checkpoint
+from ..choosing import checkpoint_bytes, choose
 from ..config import Config, ModelConfig, load_config
 from ..devices import Device, default_devices, find_devices
 from ..errors import CheckpointError, MissingDependency, ResourceError, SliceError
@@ -52,7 +53,8 @@ class ModelReport:
     """One model as it would be loaded: `bytes` on all devices together, `file_bytes` read from disk.
 
     `tensors` and `files` are those of the checkpoint; `dtype` is the type of most floating-point bytes once loaded.
-    What is not known of a refused model is None; `problem` then says why.
+    What is not known of a refused model is None; `problem` then says why. `chosen`: its devices are those that have the
+    most memory free now; a service keeps a model where it is cached already.
     """
 
     name: str
@@ -67,6 +69,8 @@ class ModelReport:
     dtype: str | None = None
     architecture: str | None = None
     ignored: tuple[str, ...] = ()
+    publisher: tuple[str, ...] = ()
+    chosen: bool = False
     problem: str | None = None
 
     def bytes_on(self, device: str) -> int:
@@ -97,8 +101,11 @@ def check(path: Path, *, as_json: bool = False) -> int:
     config = load_config(path)
     devices = _find(config)
     names = [device.name for device in devices]
-    placed = [(model, model.devices_for(names)) for model in config.models]
-    models = [_report_model(model, where) for model, where in placed]
+    free = {device.name: device.memory.free for device in devices}
+    sizes = {model.name: checkpoint_bytes(model.checkpoint) for model in config.models}
+    chosen = choose(config.models, names, free, {}, sizes)
+    placed = [(model, chosen.get(model.name) or model.devices_for(names)) for model in config.models]
+    models = [replace(_report_model(model, where), chosen=model.name in chosen) for model, where in placed]
     reports = [_report_device(device, config, models) for device in devices]
     problems = [f"{model.name}: {model.problem}" for model in models if model.problem is not None]
     for report in reports:
@@ -117,10 +124,12 @@ def _find(config: Config) -> list[Device]:
 
 
 def _report_model(model: ModelConfig, devices: tuple[str, ...]) -> ModelReport:
+    here = model.ranks_here
     ranks = tuple(
-        RankReport(device, **rank_fields(rank)) for rank, device in zip(model.parallel.ranks(), devices, strict=True)
+        RankReport(device, **rank_fields(rank))
+        for rank, device in zip(model.parallel.ranks()[here.start : here.stop], devices, strict=True)
     )
-    report = ModelReport(model.name, str(model.checkpoint), model.preload, model.pin, ranks)
+    report = ModelReport(model.name, str(model.checkpoint), model.preload, model.pin, ranks, publisher=model.publisher)
     try:
         with open_checkpoint(model.checkpoint) as checkpoint:
             return _measure(report, model, checkpoint)
@@ -130,16 +139,26 @@ def _report_model(model: ModelConfig, devices: tuple[str, ...]) -> ModelReport:
 
 def _measure(report: ModelReport, model: ModelConfig, checkpoint: Checkpoint) -> ModelReport:
     tensors = list(checkpoint.tensors())
+    if model.publisher:  # what its command makes of them only that knows
+        return replace(
+            report,
+            file_bytes=checkpoint.nbytes,
+            tensors=len(tensors),
+            files=len(checkpoint.files),
+            architecture=checkpoint.architecture,
+            ignored=tuple(checkpoint.ignored),
+        )
     dtype = None if model.dtype == "checkpoint" else model.dtype
     if dtype is not None:
         require_torch()
     shards = plan_slices(tensors, checkpoint.config, model.parallel, rules=model.rules, dtype=dtype)
-    slabs = plan_load(checkpoint, [shard.slices for shard in shards]).slabs
+    here = model.ranks_here
+    slabs = plan_load(checkpoint, [shard.slices for shard in shards[here.start : here.stop]]).slabs
     return replace(
         report,
         ranks=tuple(
             replace(rank, layers=shard.layers, bytes=slab.nbytes, tensors=len(slab.entries))
-            for rank, shard, slab in zip(report.ranks, shards, slabs, strict=True)
+            for rank, shard, slab in zip(report.ranks, shards[here.start : here.stop], slabs, strict=True)
         ),
         bytes=sum(slab.nbytes for slab in slabs),
         file_bytes=checkpoint.nbytes,
@@ -206,6 +225,13 @@ def _print_tables(models: list[ModelReport], devices: list[DeviceReport]) -> Non
             right=("SIZE", "TENSORS", "FILES"),
         )
         emit("")
+    for model in models:
+        if model.chosen:
+            room = {device.name: human_bytes(device.free) for device in devices}
+            where = ", ".join(f"{rank.device} ({room[rank.device]} free)" for rank in model.ranks)
+            emit(f"{model.name}: of {len(devices)} devices the most memory is free on {where}; what is cached stays")
+    if any(model.chosen for model in models):
+        emit("")
     print_table(
         ["DEVICE", "KIND", "TOTAL", "LIMIT", "NEEDED", "FITS"],
         [_device_row(device) for device in devices],
@@ -215,6 +241,8 @@ def _print_tables(models: list[ModelReport], devices: list[DeviceReport]) -> Non
 
 def _rank_row(model: ModelReport, rank: RankReport) -> list[object]:
     where = [model.name, rank.device, rank_label(asdict(rank)), "yes" if model.preload else "no"]
+    if model.publisher and model.problem is None:
+        return [*where, "by publisher", "-", "-", model.files, ", ".join(model.ignored) or "-"]
     if rank.bytes is None:
         return [*where, "refused", "-", "-", "-", "-"]
     ignored = ", ".join(model.ignored) or "-"

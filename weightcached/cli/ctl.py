@@ -25,7 +25,7 @@ from ..paths import CONTROL_SUFFIX, check_runtime_dir, control_path, control_pat
 from ..text import holder, printable
 from ..wire.connection import Connection
 from ..wire.messages import Evict, Load, Reload, Request, Status, Subscribe, Verify
-from .output import emit, human_bytes, print_json, print_table, rank_label
+from .output import cluster_lines, emit, human_bytes, print_json, print_table, rank_label
 
 Takes = Literal["none", "required", "optional"]
 HELLO_SECONDS = 10.0  # for a service to say who it is
@@ -97,8 +97,8 @@ def _status(args: argparse.Namespace) -> int:
         state = "ready" if service["ready"] else "starting"
         name = f"weightcached@{service['instance']} {service['version']}"
         emit(f"{name}, pid {service['pid']}, {state}, {service['config']}")
-        for device in service["devices"]:
-            emit(_device_line(device))
+        for line in (*map(_device_line, service["devices"]), *cluster_lines(service.get("cluster"))):
+            emit(line)
         print_table(
             ["MODEL", "DEVICE", "RANK", "STATE", "SIZE", "GEN", "USED BY"],
             _model_rows(service),
@@ -278,7 +278,7 @@ def _is_there(model: dict[str, Any]) -> bool:
     if model["state"] == "absent":  # never asked for, or evicted: nobody loads it, so nobody need wait
         raise ModelNotLoaded(model=model["model"], device=where)
     if model["error"] is None:
-        return bool(model["state"] == "cached")
+        return bool(model["state"] == "cached" and not model.get("held_back"))
     reason = str(from_wire(model["error"]))
     if model["state"] == "cached":
         numbers = dict.fromkeys(str(number) for number in model["generations"])  # mostly the same on every device

@@ -20,7 +20,7 @@ FLOOR = 252  # the oldest systemd that the unit is written for
 PRESERVES = 254  # the first one that can keep stored descriptors through stop and start
 _PROPERTIES = (
     "LoadState,ActiveState,SubState,Result,MainPID,NRestarts,UnitFileState,FragmentPath,NeedDaemonReload,Type,"
-    "NotifyAccess,ExecStart,FileDescriptorStoreMax,NFileDescriptorStore,FileDescriptorStorePreserve,LimitNOFILE"
+    "NotifyAccess,RestrictAddressFamilies,PrivateNetwork,ExecStart,FileDescriptorStoreMax,NFileDescriptorStore,FileDescriptorStorePreserve,LimitNOFILE"
 )
 _NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
 _MAKE_NODES = "as root, at every boot: nvidia-modprobe -u -c 0, or enable nvidia-persistenced"

@@ -12,6 +12,7 @@ from typing import Any
 
 from .. import __version__
 from ..config import Config, find_config, load_config
+from ..config_cluster import ClusterConfig
 from ..devices import device_memory, host_devices, is_host
 from ..errors import ServiceNotRunning, WeightCacheError
 from ..paths import control_path
@@ -92,6 +93,8 @@ def check_service(host: Host, item: Instance, systemd: Systemd) -> list[Finding]
     if item.config is not None:
         findings += [_descriptors(host, item, item.config), _memory(host, item, item.config)]
         findings.append(_packages(host, item, item.config))
+        if item.config.cluster is not None and not item.config.cluster.alone:
+            findings.append(_cluster(item, item.config.cluster))
     return [replace(finding, instance=item.name) for finding in findings]
 
 
@@ -201,7 +204,7 @@ def _outlives(unit: Unit, systemd: Systemd) -> str:
 
 def _descriptors(host: Host, item: Instance, config: Config) -> Finding:
     """Room for the descriptors of what the config lists: in the service, and in the store."""
-    ranks = sum(model.parallel.world for model in config.models)
+    ranks = sum(len(model.ranks_here) for model in config.models)
     needed = 2 * PER_SHARD * ranks
     text = f"{ranks} shards need up to {needed} during a reload"
     store = item.unit.number("FileDescriptorStoreMax") if item.unit is not None else None
@@ -251,6 +254,28 @@ def _memory(host: Host, item: Instance, config: Config) -> Finding:
     return Finding("memory", Level.OK, f"{text} of {human_bytes(total)}")
 
 
+def _cluster(item: Instance, cluster: ClusterConfig) -> Finding:
+    """Whether the unit lets the service reach the other nodes, and what it says of them."""
+    where = f"node {cluster.node_rank} of {cluster.nodes}, meets at {cluster.master_addr}:{cluster.master_port}"
+    unit = item.unit
+    if unit is not None:
+        families = unit["RestrictAddressFamilies"]
+        closed = families and not families.startswith("~") and "AF_INET" not in families.split()
+        if closed or unit["PrivateNetwork"] == "yes":
+            next_step = f"copy network.conf.example to {unit.name}.d/network.conf, then: {unit.systemctl} daemon-reload"
+            return Finding("cluster", Level.PROBLEM, f"{where}; its unit cuts it off the network", next_step)
+    said = item.status.get("cluster") if item.status is not None else None
+    if not said:
+        return Finding("cluster", Level.OK, where)
+    if said["problem"]:
+        return Finding("cluster", Level.PROBLEM, f"{where}; {said['problem']}", "mend it, then restart or reload there")
+    missing = [f"node {node['node']} {node['state']}" for node in said["nodes"] if node["state"] != "loaded"]
+    if missing:
+        return Finding("cluster", Level.WARNING, f"{where}; {', '.join(missing)}", "start the service there")
+    agreed = "" if said["agreed"] else ", not agreed yet"
+    return Finding("cluster", Level.OK, f"{where}; all nodes are there{agreed}")
+
+
 def _over_limit(status: dict[str, Any]) -> list[Finding]:
     """Devices on which more is held than may be: memory_limit was lowered, or engines keep what was dropped."""
     return [
@@ -298,6 +323,8 @@ def _packages(host: Host, item: Instance, config: Config) -> Finding:
     gpu = item.gpu_names or (config.devices == "all" and nvidia_driver(host) is not None)
     wanted = [("torch", "torch", f"casts {', '.join(casts)}")] if casts else []
     wanted += [("cuda.bindings", "cuda", "loads to a GPU")] if gpu else []
+    if config.cluster is not None and not config.cluster.alone:
+        wanted.append(("torch", "torch", "agrees with the other nodes"))
     missing = [(package, extra, why) for package, extra, why in wanted if not _installed(package)]
     if missing:
         found = ", ".join(f"no {package}, which {why}" for package, _, why in missing)

@@ -1,8 +1,8 @@
 """The command ``weightcached``: the service and its child processes, and what needs no service: check and schema.
 
     weightcached serve | check | schema           for people and systemd
-    weightcached worker DEVICE, loader DEVICE MODEL, verifier DEVICE MODEL, probe, watch-devices DEVICE...
-                                                  started by the service, so that ps shows role and device
+    weightcached worker DEVICE, loader DEVICE MODEL, verifier DEVICE MODEL, digest CHECKPOINT, probe,
+    watch-devices ..., rendezvous ADDRESS NODE    started by the service, so that ps shows role and device
 
 A module that takes time to import is imported in the branch that needs it.
 """
@@ -217,6 +217,39 @@ def _verifier(args: argparse.Namespace) -> int:
     return run(device=args.device, model=args.model, channel_fd=args.channel_fd)
 
 
+def _digest_parser() -> argparse.ArgumentParser:
+    """Its arguments are the parameters of `digester.run`."""
+    parser = argparse.ArgumentParser(prog="weightcached digest", parents=[_common()])
+    parser.add_argument("checkpoint")
+    parser.add_argument("--channel-fd", type=int, required=True)
+    parser.set_defaults(run=_digest)
+    return parser
+
+
+def _digest(args: argparse.Namespace) -> int:
+    logs.setup(_level(args), f"digest {args.checkpoint}")
+    from ..digester import run
+
+    return run(checkpoint=args.checkpoint, channel_fd=args.channel_fd)
+
+
+def _rendezvous_parser() -> argparse.ArgumentParser:
+    """Its last argument is the parameter of `rendezvous.run`; the others are for who reads a process list."""
+    parser = argparse.ArgumentParser(prog="weightcached rendezvous", parents=[_common()])
+    parser.add_argument("address")
+    parser.add_argument("node", help="N/NODES")
+    parser.add_argument("--channel-fd", type=int, required=True)
+    parser.set_defaults(run=_rendezvous)
+    return parser
+
+
+def _rendezvous(args: argparse.Namespace) -> int:
+    logs.setup(_level(args), f"rendezvous {args.node}")
+    from ..rendezvous import run
+
+    return run(channel_fd=args.channel_fd)
+
+
 def _probe_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="weightcached probe", parents=[_common()])
     parser.add_argument("names", nargs="*", metavar="DEVICE")
@@ -259,6 +292,8 @@ _ROLES: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "worker": _worker_parser,
     "loader": _loader_parser,
     "verifier": _verifier_parser,
+    "digest": _digest_parser,
+    "rendezvous": _rendezvous_parser,
     "probe": _probe_parser,
     "watch-devices": _watcher_parser,
 }

@@ -71,6 +71,31 @@ def _rich_table(columns: Sequence[str], rows: list[list[str]], right: Collection
     return capture.get().rstrip("\n")
 
 
+def cluster_lines(cluster: dict[str, Any] | None) -> list[str]:
+    """The nodes of a status reply, a line each, below one for all; none for a service without other nodes."""
+    if not cluster:
+        return []
+    agreed = "agreed" if cluster["agreed"] else "not agreed"
+    problem = f": {cluster['problem']}" if cluster["problem"] else ""
+    which = f"node {cluster['node']} of {len(cluster['nodes'])}, meets at {cluster['master']}"
+    lines = [f"cluster: {which}, {agreed}{problem}"]
+    for node in cluster["nodes"]:
+        ranks = ", ".join(f"{model} {_rank_range(*pair)}" for model, pair in node["ranks"].items())
+        here = node["node"] == cluster["node"]
+        seen = "" if here or node["seen"] is None else f", seen {node['seen']:.0f} s ago"
+        where = "this one" if here else node["address"] or "no address known"
+        reason = f": {node['problem']}" if node["problem"] else ""
+        lines.append(f"  node {node['node']}: {node['state']}, {where}{seen}, ranks {ranks or 'none'}{reason}")
+    if cluster["dropped"]:
+        dropped = ", ".join(f"{number} {kind}" for kind, number in sorted(cluster["dropped"].items()))
+        lines.append(f"  datagrams dropped: {dropped}")
+    return [printable(line) for line in lines]
+
+
+def _rank_range(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
 def print_json(obj: object) -> None:
     """Prints one JSON document to stdout; non-ASCII as escapes, so that it is valid in any locale."""
     emit(json.dumps(obj, indent=2))

@@ -4,7 +4,8 @@ Whatever ends it early leaves nothing behind. The service hands it one socket. T
 everything after that goes the other way:
 
     {"job": {"model", "checkpoint", "targets": [{"device", "socket"}],    what to load, and the workers' sockets, in the
-             "parallel": {...}, "rules", "dtype", "staging", "spec"}}     order of the ranks; see `Job`
+             "parallel": {...}, "rules", "dtype", "staging", "spec",      order of the ranks; see `Job`
+             "first"}}
     {"plan": {"nbytes": [], "bytes_to_read", "tensors": []}}              the checkpoint is valid, the ranks' sizes
     {"progress": {"bytes_done"}}                                          bytes read so far
     {"done": {"shards": [{"device", "generation", "nbytes"}], "bytes_read", "seconds"}}
@@ -40,7 +41,7 @@ from .pipeline import LoadResult
 from .plan import SlabPlan, plan_load
 from .readers import Readers, reader_count
 from .sink import STAGING_BYTES
-from .slabs import Devices, Filled, fill_slabs
+from .slabs import Devices, Filled, fill_slabs, replicas_of
 
 PROGRESS_SECONDS = 0.25
 RESERVE_SECONDS = 4 * PROBE_SECONDS  # a worker asks a probe what its device has left, again after it has made room
@@ -59,6 +60,8 @@ class Target(NamedTuple):
 class Job:
     """What the service asks for. `targets` are in the order of `parallel`'s ranks, all GPUs or all host devices.
 
+    They are those of rank `first` and the ones after it; the ranks beyond them are on other nodes.
+
     `rules` and `dtype` as `plan_slices` takes them. `staging`: bytes of host memory to read into. `spec`: a digest of
     what the config asks for, which the manifests carry on to whoever adopts the shards.
     """
@@ -71,6 +74,12 @@ class Job:
     dtype: str | None = None
     staging: int = STAGING_BYTES
     spec: str | None = None
+    first: int = 0
+
+    @property
+    def ranks(self) -> slice:
+        """Which of all ranks are loaded."""
+        return slice(self.first, self.first + len(self.targets))
 
     @classmethod
     def from_message(cls, message: dict[str, Any]) -> Job:
@@ -87,8 +96,9 @@ class Job:
             made = cls(**job)
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(problem=f"the service sent a job that is not readable: {error!r}") from error
-        if len(made.targets) != made.parallel.world:
-            raise ProtocolError(problem=f"a job of {made.parallel.world} ranks with {len(made.targets)} targets")
+        if not made.targets or not 0 <= made.first <= made.parallel.world - len(made.targets):
+            problem = f"a job of {made.parallel.world} ranks with {len(made.targets)} targets from rank {made.first} on"
+            raise ProtocolError(problem=problem)
         return made
 
 
@@ -151,7 +161,8 @@ def load(job: Job, report: Report) -> None:
         for name in checkpoint.ignored:
             _log.info("%s: %s is not part of the checkpoint and is ignored", job.model, name)
         tensors = list(checkpoint.tensors())
-        shards = plan_slices(tensors, checkpoint.config, job.parallel, rules=job.rules, dtype=job.dtype)
+        all_shards = plan_slices(tensors, checkpoint.config, job.parallel, rules=job.rules, dtype=job.dtype)
+        shards = all_shards[job.ranks]
         plan = plan_load(checkpoint, [shard.slices for shard in shards])
         report.send(
             "plan",
@@ -173,11 +184,12 @@ def load(job: Job, report: Report) -> None:
             workers.append(worker)
             generations.append(reply["generation"])
         point("loader.reserved")
-        filled, result = fill_slabs(plan, checkpoint, devices, job.staging, readers, report.progress)
+        replicas = replicas_of([shard.slices for shard in shards])
+        filled, result = fill_slabs(plan, checkpoint, devices, job.staging, readers, report.progress, replicas)
         for part in filled:
             stack.enter_context(part.fd)
         point("loader.filled")
-        heads = _heads(job, generations, plan.slabs, checkpoint, shards, result)
+        heads = _heads(job, generations, plan.slabs, checkpoint, all_shards, result)
         for worker, head, shard, slab, part in zip(workers, heads, shards, plan.slabs, filled, strict=True):
             _publish(worker, head, TensorTable(slab.entries, shard.aliases), part)
         report.send(
@@ -205,11 +217,11 @@ def _heads(
     generations: list[int],
     slabs: tuple[SlabPlan, ...],
     checkpoint: Checkpoint,
-    shards: tuple[ShardSlices, ...],
+    all_shards: tuple[ShardSlices, ...],
     result: LoadResult,
 ) -> list[ManifestHead]:
     created = datetime.now(UTC).isoformat(timespec="microseconds")  # tells loads of one number apart
-    keys = keys_of(checkpoint, job.parallel, shards, result.content, dtype=job.dtype)
+    keys = keys_of(checkpoint, job.parallel, all_shards, result.content, dtype=job.dtype)[job.ranks]
     return [
         ManifestHead(
             model=job.model,

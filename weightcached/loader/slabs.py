@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..devices import is_host
+from ..errors import DeviceError
 from ..fds import OwnedFd
 from ..shard.checksum import checksum_host
 from ..shard.host import HostSlab
@@ -20,6 +21,7 @@ from .sink import HostSink, Sink
 
 if TYPE_CHECKING:
     from ..checkpoint.fileset import Checkpoint
+    from ..parallel.slices import Slice
     from ..shard.cuda import PrimaryContext
 
 # Slabs, the sink that fills them, and what gives one's checksums.
@@ -80,23 +82,29 @@ def fill_slabs(
     staging: int,
     readers: Readers,
     progress: Callable[[int], None] = lambda done: None,
+    replicas: Mapping[int, int] | None = None,
 ) -> tuple[list[Filled], LoadResult]:
     """Each slab of the plan on its device, from one pass over the files, and what was read.
 
     `staging` is in bytes; `readers` and `progress` are those of `pipeline.run`; the readers have ended when the slabs
-    are sealed. The caller owns the descriptors. Every error leaves nothing: those of the pipeline, `DeviceFull`,
-    `NoSuchDevice`.
+    are sealed. `replicas` as of `replicas_of`: GPUs that can reach each other copy them from one another. The caller
+    owns the descriptors. Every error leaves nothing: those of the pipeline, `DeviceFull`, `NoSuchDevice`, `DeviceError`
+    for a replica that is none.
     """
     devices.ready()
     with ExitStack() as undo:
         if devices.host:
             slabs, sink, checksum = _on_hosts(plan, staging, undo)
         else:
-            slabs, sink, checksum = _on_gpus(plan, devices.names, staging, undo)
+            slabs, sink, checksum = _on_gpus(plan, devices.names, staging, undo, replicas)
         with readers, closing(sink):  # a slab that another process has mapped cannot be sealed
             result = run(plan, checkpoint, sink, readers, progress)
             readers.stop()  # they end while the checksums are computed
             checksums = [checksum(slab, slab_plan.entries) for slab, slab_plan in zip(slabs, plan.slabs, strict=True)]
+            for slab, source in (replicas or {}).items():
+                if checksums[slab] != checksums[source]:
+                    problem = f"holds other bytes than {devices.names[source]}, of which it was to have a copy"
+                    raise DeviceError(device=devices.names[slab], problem=problem)
         return _seal(slabs, checksums), result
 
 
@@ -108,7 +116,20 @@ def _on_hosts(plan: LoadPlan, staging: int, undo: ExitStack) -> _Made:
     return slabs, HostSink(slabs, staging), lambda slab, entries: checksum_host(slab.view, entries)
 
 
-def _on_gpus(plan: LoadPlan, names: Sequence[str], staging: int, undo: ExitStack) -> _Made:
+def replicas_of(shards: Sequence[Sequence[Slice]]) -> dict[int, int]:
+    """Which ranks hold the same as an earlier one, and the first such: replicas of a data parallel model."""
+    first: dict[tuple[Slice, ...], int] = {}
+    found = {}
+    for number, slices in enumerate(shards):
+        source = first.setdefault(tuple(slices), number)
+        if source != number:
+            found[number] = source
+    return found
+
+
+def _on_gpus(
+    plan: LoadPlan, names: Sequence[str], staging: int, undo: ExitStack, replicas: Mapping[int, int] | None
+) -> _Made:
     from ..shard.cuda import CudaSlab, ordinal_of
     from ..shard.cuda_checksum import checksum_slab
     from .cuda_sink import CudaSink
@@ -117,7 +138,11 @@ def _on_gpus(plan: LoadPlan, names: Sequence[str], staging: int, undo: ExitStack
     for name, slab_plan in zip(names, plan.slabs, strict=True):
         slabs.append(CudaSlab.create(ordinal_of(name), slab_plan.nbytes))
         undo.callback(slabs[-1].close)
-    return slabs, CudaSink(slabs, staging), lambda slab, entries: checksum_slab(slab.context, slab.address, entries)
+    return (
+        slabs,
+        CudaSink(slabs, staging, replicas),
+        lambda slab, entries: checksum_slab(slab.context, slab.address, entries),
+    )
 
 
 def _seal(slabs: Sequence[SlabWriter], checksums: Sequence[Checksums]) -> list[Filled]:

@@ -49,6 +49,12 @@ class Control:
         for connection in list(self._subscribers):
             connection.event(event)
 
+    def announce_cluster(self) -> None:
+        """Tells every subscriber of the nodes, and of the models, which may be given out now, or not any more."""
+        self.announce({"what": "cluster", **(self._service.cluster.describe() or {})})
+        for model in self._service.models.values():
+            self.announce({"what": "model", **model.describe()})
+
     def _handle(self, connection: ServerConnection, request: Request, fds: FdSet) -> dict[str, Any] | None:
         match request:
             case Load():
@@ -85,6 +91,7 @@ class Control:
             "models": [model.describe() for model in service.models.values()],
             "devices": devices,
             "store": service.vault.describe_store(),
+            "cluster": service.cluster.describe(),
         }
 
     async def _device_status(self, device: str) -> dict[str, Any]:

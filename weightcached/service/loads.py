@@ -1,5 +1,7 @@
 """The queue of loads and the loader process of the one in progress, which feeds all ranks of its model.
 
+A model with a `publisher` is loaded by that command instead, see `publishers`.
+
 One load at a time bounds host memory and gives the disk to one reader. A loader that makes no progress for
 STALL_SECONDS is ended: a disk or a device that hangs must not hold up the models behind it for ever. One that hangs in
 the kernel cannot even be killed, and is left to itself.
@@ -24,6 +26,8 @@ from ..text import describe_exit
 from ..wire.framing import decode
 from ..wire.stream import Stream
 from .models import Model
+from .publishers import Publishers
+from .vault import Vault
 from .workers import END_SECONDS, gone, spawn_role
 
 STALL_SECONDS = 600.0
@@ -34,14 +38,24 @@ _log = logging.getLogger(__name__)
 class Loads:
     """Loads queued models one after the other. `changed(model)` is called at each change of a model's state.
 
-    `staging()`, asked for each loader: bytes of host memory that it may pass the checkpoint through.
+    `staging()`, asked for each loader: bytes of host memory that it may pass the checkpoint through. `vault` tells what
+    a publisher has published; borrowed. `withdraw(model, shards)` evicts what a load had published of a model, device
+    and generation of each, before it failed.
     """
 
-    def __init__(self, changed: Callable[[Model], None], staging: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        changed: Callable[[Model], None],
+        staging: Callable[[], int],
+        vault: Vault | None = None,
+        withdraw: Callable[[Model, list[tuple[str, int]]], None] = lambda model, shards: None,
+    ) -> None:
+        self._withdraw = withdraw
         self._changed = changed
         self._staging = staging
+        self._vault = vault or Vault()
         self._queue: collections.deque[Model] = collections.deque()
-        self._current: LoaderProcess | None = None
+        self._current: LoaderProcess | Publishers | None = None
         self._again: Model | None = None
         self._wake = asyncio.Event()
 
@@ -99,7 +113,7 @@ class Loads:
         for attempt in range(1, TRIES + 1):
             model.begin()
             self._changed(model)
-            self._current = loader = LoaderProcess(model, self._staging(), self._changed)
+            self._current = loader = self._loader_of(model)
             try:
                 error = await loader.run()
             except OSError as failure:  # no descriptor or no process to be had: what is cached must outlive that
@@ -113,15 +127,22 @@ class Loads:
                 break
             _log.warning("%s: %s; loading it again", model.name, error)
         if error is not None:
-            model.fail(error, killed=killed)
+            half = model.fail(error, killed=killed)
             _log.error("%s", model.load_failed(model.error or error))
+            self._withdraw(model, half)
         elif model.state == "loading":
-            # Published models were marked by the worker's word; what is left here was called off.
+            # Published models were marked by the worker's word; what is left here was called off, or was published by
+            # a command that has ended now.
             model.called_off()
         self._changed(model)
         if self._again is model:
             self._again = None
             self.add(model)
+
+    def _loader_of(self, model: Model) -> LoaderProcess | Publishers:
+        if model.spec.publisher:
+            return Publishers(model, self._vault)
+        return LoaderProcess(model, self._staging(), self._changed)
 
 
 class LoaderProcess:
@@ -184,6 +205,7 @@ class LoaderProcess:
             "dtype": None if spec.dtype == "checkpoint" else spec.dtype,
             "staging": self._staging,
             "spec": spec.digest,
+            "first": spec.first,
         }
 
     def call_off(self) -> None:

@@ -5,8 +5,10 @@
     loads         the queue of models and the loader process of the current one
     vault         copies of every published shard's descriptors
     store         copies of those that the service manager keeps
+    digests       the process that reads what an engine loaded, for its digest
     verifications processes that compare what is cached with its checksums
     health        the process that watches the GPUs for errors
+    cluster       the other nodes, if there are any
     control       the socket of weightcachectl
     notifier      what systemd is told
 
@@ -25,14 +27,16 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..config import Config, load_config
+from ..config import Config, ModelConfig, load_config
 from ..devices import Device
 from ..errors import DeviceError, NoSuchModel, WeightCacheError
 from ..fds import OwnedFd, raise_descriptor_limit
 from ..paths import control_path, ensure_runtime_dir, lock_path, socket_path
 from .adopt import adopt
 from .claim import Claim, Owner
+from .cluster import Cluster
 from .control import Control
+from .digests import Digests
 from .health import Health, Recovery, watched
 from .loads import Loads
 from .models import Model, keep_together, release_kept, start_failure, summary
@@ -48,6 +52,7 @@ from .reload import (
     weights_of,
 )
 from .shards import Shards
+from .slicings import kept, order_of, slicings_of
 from .store import Store, take_listen_fds
 from .vault import Vault
 from .verify import Verifications
@@ -115,12 +120,15 @@ class Service:
         self._store = store or Store(None)
         self._handed = handed
         self.vault = Vault(self._store)
-        self.loads = Loads(self._model_changed, lambda: self.config.staging_memory)
+        staging = lambda: self.config.staging_memory  # noqa: E731
+        self.loads = Loads(self._model_changed, staging, self.vault, lambda *half: shards.withdraw(*half))
+        self.digests = Digests(lambda device, *shard: self.workers[device].digested(*shard))
         self.verifications = Verifications()
         self._control = Control(self, own.listener)
         shards = Shards(
             self,
             load=self._load,
+            take_over=self._take_over,
             changed=self._model_changed,
             tell_workers=self._tell_workers,
             announce=self._control.announce,
@@ -137,8 +145,9 @@ class Service:
             )
             for device in devices
         }
-        self._placement = Placement.of(config, self.workers, to_lose=bool(handed))
+        self._placement = Placement.of(config, {item.name: item.memory.free for item in devices}, to_lose=bool(handed))
         self.health = Health(watched(devices), Recovery(self, self._model_changed, self._control.holders))
+        self.cluster = Cluster(config, lambda: self.models, self._cluster_changed, to_lose=bool(handed))
         self._notifier = notifier
         self._stopping = asyncio.Event()
         self._state_changed = asyncio.Event()
@@ -154,6 +163,8 @@ class Service:
         storing = asyncio.create_task(self._store.run(), name="store")
         background = [storing, *(worker.start() for worker in self.workers.values())]
         background.append(asyncio.create_task(self.loads.run(), name="loads"))
+        background.append(asyncio.create_task(self.digests.run(), name="digests"))
+        background.append(asyncio.create_task(self.cluster.run(), name="cluster"))
         background.append(asyncio.create_task(self._keep_alive(), name="keep alive"))
         stop = asyncio.create_task(self._stopping.wait(), name="stop")
         pending: set[asyncio.Task[Any]] = {stop, asyncio.create_task(self._start(), name="start"), *background}
@@ -163,6 +174,9 @@ class Service:
                 for task in done:
                     task.result()
             return 0
+        except WeightCacheError as error:
+            self.cluster.fails(error)
+            raise
         finally:
             await self._end(pending - {storing}, storing)
 
@@ -194,12 +208,14 @@ class Service:
         applies}.
         """
         async with self._reloading:
-            changes = read_changes(self.config, self.models, self.vault, list(self._placement.names))
+            await asyncio.to_thread(self._placement.look_again, self.config.file)
+            changes = read_changes(self.config, self.models, self.vault, self._placement)
             # Reading headers may take long, or hang with its disk: not on the loop.
             loading = await asyncio.to_thread(changes.models_to_load)
             self.config = changes.config
             before = list(self.models.values())
             self._set_models(changes.config)
+            loading += slicings_of(loading, self.models)
             # One that began meanwhile may be loading what the file meant before; `Loads` knows.
             self.load_together(
                 [item for item in self.models.values() if item.name in loading or item.state == "loading"]
@@ -218,15 +234,22 @@ class Service:
         """Takes over the config's models; what is cached of them already, by whatever publisher, counts as cached."""
         previous, self.models = self.models, {}
         for item in config.models:
-            devices = self._placement.devices_for(item)
-            model = self.models[item.name] = previous.get(item.name) or Model(item, devices)
-            model.configure(item, devices)
-            if item.name not in previous:
-                for shard in cached_ranks(model, self.vault):
-                    model.published(shard.device, shard.generation, shard.nbytes, weights_of(shard))
-            if problem := self._placement.problem(devices):
-                self._refuse(model, problem)
+            model = self._take_over(item, self._placement.devices_for(item), previous.get(item.name))
+            model.order = order_of(item, self._placement.served)
+        held = {shard.model for name in self.workers for shard in self.vault.of_device(name)}
+        for item in kept(self.models, previous.values(), held):
+            self._take_over(item, item.devices or (), previous.get(item.name))
         self._tell_workers()
+
+    def _take_over(self, item: ModelConfig, devices: tuple[str, ...], before: Model | None) -> Model:
+        model = self.models[item.name] = before or Model(item, devices)
+        model.configure(item, devices)
+        if before is None:
+            for shard in cached_ranks(model, self.vault):
+                model.published(shard.device, shard.generation, shard.nbytes, weights_of(shard))
+        if problem := self._placement.problem(devices):
+            self._refuse(model, problem)
+        return model
 
     def _load(self, models: list[Model]) -> None:
         for model in models:
@@ -241,20 +264,27 @@ class Service:
         model.queue()
         model.fail(problem)
 
+    def _cluster_changed(self) -> None:
+        self._control.announce_cluster()
+        self._tell_workers()
+        self._show_status()
+
     def _model_changed(self, model: Model) -> None:
+        self.cluster.models_changed()
         self._tell_workers(None if release_kept(self.models.values()) else model.devices)
         self._control.announce({"what": "model", **model.describe()})
         self._state_changed.set()
         self._show_status()
 
     def _tell_workers(self, devices: Iterable[str] | None = None) -> None:
-        """Tells the workers of `devices`, or all, what becomes of the models that have a rank on theirs."""
+        """Tells the workers of `devices`, or all, what becomes of the models that have, or may get, a rank there."""
         for name in self.workers if devices is None else [name for name in devices if name in self.workers]:
-            here = {model.name: model.for_worker() for model in self.models.values() if name in model.devices}
+            models = [model for model in self.models.values() if name in (*model.devices, *model.order)]
+            here = {model.name: model.for_worker() if name in model.devices else model.group() for model in models}
             self.workers[name].tell_models(here)
 
     def _show_status(self) -> None:
-        text = summary(self.models.values())
+        text = "; ".join(filter(None, [summary(self.models.values()), self.cluster.sentence()]))
         if self.ready:
             self._notifier.status(text)
         else:
@@ -286,12 +316,17 @@ class Service:
                     problem = f"its worker does not serve within {WORKER_START_SECONDS:.0f} s"
                     raise DeviceError(device=worker.device, problem=problem) from None
             self._control.start()
+            await asyncio.to_thread(self._placement.look, self.config)
+            self._placement.choose(self.config, self.models, self.vault)
             self._set_models(self.config)
             self.health.start()
             adopted = [model for model in self.models.values() if model.complete]
             self.load_together(loads_of_start(self.models.values(), self.vault))
+            for shard in [shard for name in self.workers for shard in self.vault.of_device(name)]:
+                self.digests.add(shard)
         if self.config.ready == "loaded":
             await self._all_loaded(to_lose=bool(self._handed))
+        await self.cluster.loaded()
         self._become_ready()
         async with self._reloading:
             changed = await asyncio.to_thread(changed_files(adopted, self.vault))

@@ -37,11 +37,14 @@ class LoadSpec(NamedTuple):
     rules: tuple[str, ...]
     dtype: str
     devices: tuple[str, ...]
+    publisher: tuple[str, ...] = ()
+    first: int = 0  # the rank of the first device; those before it are on other nodes
 
     @classmethod
     def of(cls, config: ModelConfig, devices: tuple[str, ...]) -> LoadSpec:
         """`devices`: of the ranks, in their order."""
-        return cls(config.checkpoint, config.parallel, config.rules, config.dtype, devices)
+        first = config.ranks_here.start
+        return cls(config.checkpoint, config.parallel, config.rules, config.dtype, devices, config.publisher, first)
 
     @property
     def digest(self) -> str:
@@ -52,7 +55,9 @@ class LoadSpec(NamedTuple):
             for item in fields(Parallel)
             if getattr(self.parallel, item.name) != item.default
         }
-        return json_digest([str(self.checkpoint), sizes, list(self.rules), self.dtype, list(self.devices)])
+        parts = [str(self.checkpoint), sizes, list(self.rules), self.dtype, list(self.devices)]
+        parts += [list(self.publisher)] if self.publisher else []
+        return json_digest([*parts, {"first": self.first}] if self.first else parts)
 
 
 class CachedRank(NamedTuple):
@@ -60,6 +65,13 @@ class CachedRank(NamedTuple):
 
     generation: int
     nbytes: int
+
+
+class HeldBack(NamedTuple):
+    """Why a model is not given out by name although it is here. `final`: who waits for it need not."""
+
+    reason: str
+    final: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +91,8 @@ class Model:
     load_seconds: float | None = None
     error: WeightCacheError | None = None
     keep: bool = False
+    held_back: HeldBack | None = None  # by the other nodes of a cluster
+    order: tuple[str, ...] = ()  # devices that ranks of another slicing of it may go to (`slicings`)
     _load_started: float = 0.0
     _shards: dict[str, CachedRank] = field(default_factory=dict)  # by device, the newest one of each
     _together: set[str] = field(default_factory=set)  # devices whose shards are of the load that published last
@@ -116,6 +130,21 @@ class Model:
         the next load.
         """
         return (self._whole and not self._evicted) or len(self.devices) == 1
+
+    @property
+    def given_out(self) -> bool:
+        """Whether its workers give it out by name."""
+        return self.whole and self.held_back is None
+
+    @property
+    def weights(self) -> Any:
+        """What its shards are, as they were `published`."""
+        return self._weights
+
+    @property
+    def rank_bytes(self) -> list[int]:
+        """Bytes of each rank that is there, in rank order."""
+        return [self._shards[device].nbytes for device in self.devices if device in self._shards]
 
     @property
     def may_be_tried_again(self) -> bool:
@@ -166,7 +195,8 @@ class Model:
         self.bytes_done, self.bytes_to_read, self._load_started = 0, None, time.monotonic()
 
     def published(self, device: str, generation: int, nbytes: int, weights: object = None) -> None:
-        """A shard is there, on one of `devices`. The last rank makes the model cached.
+        """A shard is there, on one of `devices`. The last rank makes the model cached; with a publisher, whose memory
+        is its own until it has ended, the end of the load does (`called_off`).
 
         `weights`, equal for all ranks of one load: whoever publishes a rank of others begins a new set, without which
         the model is not cached any more.
@@ -178,26 +208,35 @@ class Model:
         self._together.add(device)
         self._whole = self.complete
         if self.complete:
-            self.state, self.error, self._evicted = "cached", None, False
+            ends_later = self.state == "loading" and bool(self.config.publisher)
+            self.state, self.error, self._evicted = "loading" if ends_later else "cached", None, False
         elif self.state == "cached":
             self.state, self.error = "absent", None
 
-    def fail(self, error: WeightCacheError, *, killed: bool = False) -> None:
+    def fail(self, error: WeightCacheError, *, killed: bool = False) -> list[tuple[str, int]]:
         """The load failed. What was cached before stays cached; the error is kept for the status.
 
-        A load that had published some of its ranks leaves them, and no whole model. `killed`: its loader was ended by
-        a signal that is not the service's.
+        `killed`: its loader was ended by a signal that is not the service's. Returns device and generation of the ranks
+        that it had published, if others are missing: they do not count any more, and are of no use to anybody.
         """
+        half = []
         passes = killed or isinstance(error, DeviceFull)
+        first = self.config.ranks_here.start
         if self._load_published and not self.complete:
             missing = next(rank for rank, device in enumerate(self.devices) if device not in self._together)
             error = self.load_failed(
-                f"{self.ranks_cached} of {len(self.devices)} ranks are published, "
-                f"rank {missing} on {self.devices[missing]} is not: {error}"
+                f"{self.ranks_cached} of {len(self.devices)} ranks were published and are evicted again, "
+                f"rank {first + missing} on {self.devices[missing]} was not: {error}"
             )
+            half = [(device, self._shards.pop(device).generation) for device in sorted(self._together)]
+            self._together.clear()
+        elif self.state == "loading" and self.spec.parallel.world > 1 and error.fields.get("device") in self.devices:
+            device = error.fields["device"]
+            error = self.load_failed(f"rank {first + self.devices.index(device)} on {device}: {error}")
         self.state = "cached" if self.complete else "failed"
         self.error, self._load_published = error, True
         self._passing = error if passes else None
+        return half
 
     def load_failed(self, why: WeightCacheError | str) -> LoadFailed:
         """The failure of a load of this model: `why` itself if it is one, else one with that reason."""
@@ -232,32 +271,46 @@ class Model:
         self.state, self.error = "absent", None
 
     def called_off(self) -> None:
-        """Its load was. What was cached before, all ranks of it, stays cached."""
+        """Its load was, or its publisher has ended. What is cached, all ranks of it, stays cached."""
         self.state, self._load_published = "cached" if self.complete else "absent", True
 
     def sentence(self) -> str:
         """For systemctl status: "loading minilm 41 %, 1.2 GB/s"."""
         if self.state != "loading":
             return f"{self.name} {self.state}"
+        if self.config.publisher:
+            return f"loading {self.name} by its publisher"
         if self.bytes_to_read is None:
             return f"loading {self.name}, reading its headers"
         return f"loading {self.name} {self.progress:.0%}, {self.rate / 1e9:.1f} GB/s".replace("%", " %")
 
     def for_worker(self) -> dict[str, Any]:
-        """What a worker tells a client that asks for the model while it is not there, or not `whole`; and whether the
-        shard there may make room for others (`worker.budget.ModelPolicy`). `retry`: a client that waits has it loaded.
+        """What a worker tells a client that asks for the model while it is not there, or not `given_out`; and whether
+        the shard there may make room for others (`worker.budget.ModelPolicy`). `retry`: who waits has it loaded.
         """
-        return {
+        said = {
             "state": self.state,
             "progress": self.progress,
             "reason": str(self.error) if self.error else None,
-            "whole": self.whole,
+            "whole": self.given_out,
             "retry": self.may_be_tried_again,
             "pin": self.config.pin,
             "keep": self.keep,
             # Ranks that are not given out by name are worth nothing beside those that a load would bring.
             "replace": self.config.replace if self.whole else "evict-first",
         }
+        if self.held_back is not None and self.complete and self.error is None:  # cached, but as good as not
+            state = "failed" if self.held_back.final else "loading"
+            said |= {"state": state, "progress": 1.0, "reason": self.held_back.reason}
+        return {**said, **self.group()}
+
+    def group(self) -> dict[str, Any]:
+        """What a worker knows of the ranks on other devices (`worker.groups`); nothing where there are none."""
+        parallel, first = self.config.parallel, self.config.ranks_here.start
+        if parallel.world == 1 and not self.order:
+            return {}
+        sizes = [parallel.data, parallel.pipeline, parallel.tensor]
+        return {"group": {"first": first, "ranks": list(self.devices), "sizes": sizes, "order": list(self.order)}}
 
     def describe(self) -> dict[str, Any]:
         """The model in a status reply. `devices` and `generations` are in rank order."""
@@ -270,11 +323,13 @@ class Model:
             "checkpoint": str(self.config.checkpoint),
             "preload": self.config.preload,
             "pin": self.config.pin,
+            "publisher": list(self.config.publisher),
             "generations": [self.generation_on(device) for device in self.devices],
             "nbytes": self.nbytes if self._shards else None,
             "bytes_done": self.bytes_done,
             "bytes_to_read": self.bytes_to_read,
             "load_seconds": self.load_seconds,
+            "held_back": self.held_back.reason if self.held_back else None,
             "error": to_wire(self.error) if self.error else None,
         }
 

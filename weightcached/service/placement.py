@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from ..config import Config, ModelConfig
+from ..choosing import checkpoint_bytes, choose
+from ..config import Config, ModelConfig, load_config
 from ..devices import Device
-from ..errors import ConfigError, DeviceError, NoSuchDevice
+from ..errors import ConfigError, DeviceError, NoSuchDevice, WeightCacheError
 from ..probe import probe_devices
+from .models import Model
+from .reload import where_cached
+from .vault import Vault
 
 NOWHERE = "no-device"  # in the place of a rank's device where there are too few
 _log = logging.getLogger(__name__)
@@ -32,38 +37,82 @@ def devices_of(config: Config, *, to_lose: bool = False) -> list[Device]:
             names.remove(error.fields["device"])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Placement:
     """Where ranks go in one process of the service.
 
     `names`: devices that models may be on, those that were left out at the start among them, in the config's order: a
-    model does not move because a device is gone. `to_lose`: one that has no place has failed, and ends nothing.
+    model that names its devices does not move because one is gone. `to_lose`: one that has no place has failed, and
+    ends nothing.
     """
 
     served: tuple[str, ...]
     names: tuple[str, ...]
     to_lose: bool
+    free: dict[str, int] = field(default_factory=dict)  # bytes of each device, when it was looked at last
+    sizes: dict[str, int] = field(default_factory=dict)  # bytes of each model's checkpoint, likewise
+    chosen: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of models that name no devices
 
     @classmethod
-    def of(cls, config: Config, served: Iterable[str], *, to_lose: bool) -> Placement:
-        """That of a start with `config`, which serves the devices `served`."""
-        served = tuple(served)
+    def of(cls, config: Config, free: Mapping[str, int], *, to_lose: bool) -> Placement:
+        """That of a start with `config`, which serves the devices of `free`, with so many bytes free on each."""
+        served = tuple(free)
         names = served if config.devices == "all" else config.devices
         if to_lose:
             named = [name for item in config.models for name in item.devices or () if name not in names]
             names = (*names, *dict.fromkeys(named))
-        return cls(served, names, to_lose)
+        return cls(served, names, to_lose, dict(free))
+
+    def look(self, config: Config) -> None:
+        """Sees how large the models of a config are, if that matters. Blocks, so it is for a thread."""
+        if self._has_a_choice(config):
+            self.sizes = {item.name: checkpoint_bytes(item.checkpoint) for item in config.models}
+
+    def look_again(self, file: Path | None) -> None:
+        """The same for a config that is to be read again, and how much memory the devices have free now.
+
+        `ConfigError` for a bad one.
+        """
+        config = load_config(file) if file is not None else None
+        if config is None or not self._has_a_choice(config):
+            return
+        self.look(config)
+        try:
+            self.free = {device.name: device.memory.free for device in probe_devices(self.served)}
+        except WeightCacheError as error:
+            _log.warning("devices are chosen by what they had free before: %s", error)
+
+    def choose(self, config: Config, models: Mapping[str, Model], vault: Vault) -> None:
+        """Decides for the models of a config that name no devices. One that is cached, or on its way, does not move."""
+        kept = {}
+        for item in config.models:
+            model = models.get(item.name)
+            if model is not None and (model.ranks_cached or model.state in ("queued", "loading")):
+                kept[item.name] = model.devices
+            elif (where := where_cached(item, vault, self.served)) is not None:
+                kept[item.name] = where
+        before, self.chosen = self.chosen, choose(config.models, self.names, self.free, kept, self.sizes)
+        for name, devices in self.chosen.items():
+            if name not in kept and before.get(name) != devices:
+                _log.info("%s: of %d devices the most memory is free on %s", name, len(self.names), ", ".join(devices))
+
+    def _has_a_choice(self, config: Config) -> bool:
+        return len(self.names) > 1 and any(item.devices is None for item in config.models)
+
+    def place(self, item: ModelConfig) -> tuple[str, ...]:
+        """Those that were chosen, or as `ModelConfig.devices_for`."""
+        chosen = self.chosen.get(item.name) if item.devices is None else None
+        return chosen or item.devices_for(self.names)
 
     def devices_for(self, item: ModelConfig) -> tuple[str, ...]:
-        """As `ModelConfig.devices_for`; ranks of whose devices there are too few are NOWHERE, if there is something
-        to lose."""
+        """The same; ranks of whose devices there are too few are NOWHERE, if there is something to lose."""
         try:
-            return item.devices_for(self.names)
+            return self.place(item)
         except ConfigError as error:
             if not self.to_lose:
                 raise
             _log.error("%s", error)
-            return (NOWHERE,) * item.parallel.world
+            return (NOWHERE,) * len(item.ranks_here)
 
     def problem(self, devices: Iterable[str]) -> DeviceError | None:
         """Why nothing can be loaded to `devices`; None if all of them are served."""

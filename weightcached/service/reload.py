@@ -9,10 +9,10 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.fileset import open_checkpoint
-from ..config import Config, load_config
+from ..config import Config, ModelConfig, load_config
 from ..errors import CheckpointError, ConfigError, ResourceError
 from ..loader.keys import rank_fields
 from ..parallel.ranks import Rank
@@ -21,6 +21,9 @@ from ..shard.manifest import SourceFile
 from ..trace import point
 from .models import LoadSpec, Model
 from .vault import HeldShard, Vault
+
+if TYPE_CHECKING:
+    from .placement import Placement
 
 _OF_A_RANK = {  # key fields that ranks of one load differ in
     "tensor_parallel_rank", "pipeline_parallel_rank", "expert_parallel_rank", "data_parallel_rank", "layers", "dtype",
@@ -42,14 +45,22 @@ class Changes:
         return [item.name for item in self.config.models if item.name in (*self.load, *changed)]
 
 
-def read_changes(old: Config, models: dict[str, Model], vault: Vault, devices: list[str]) -> Changes:
-    """Reads the file that `old` came from. `ConfigError` if it is not valid for the devices that are served."""
+def read_changes(old: Config, models: dict[str, Model], vault: Vault, placement: Placement) -> Changes:
+    """Reads the file that `old` came from. `ConfigError` if it is not valid for the devices that are served.
+
+    `placement` decides where models go by that, and keeps to it.
+    """
     if old.file is None:
         raise ConfigError(file="config", problem="was not read from a file, so it cannot be read again")
     new = load_config(old.file)
+    if new.cluster != old.cluster:
+        raise ConfigError(
+            file=str(old.file), problem="[cluster] has changed, which only a restart of the service applies"
+        )
     load, unsure = [], []
+    placement.choose(new, models, vault)
     for item in new.models:
-        where = item.devices_for(devices)
+        where = placement.place(item)
         model = models.get(item.name)
         if model is None or model.spec != LoadSpec.of(item, where):
             # What is cached under the name must not stay in the place of what the file means now.
@@ -90,15 +101,29 @@ def cached_ranks(model: Model, vault: Vault) -> list[HeldShard]:
     has some of either.
     """
     found = []
-    for rank, device in zip(model.spec.parallel.ranks(), model.devices, strict=True):
+    ranks = model.spec.parallel.ranks()
+    for rank, device in zip(ranks[model.spec.first :], model.devices, strict=False):  # the rest are on other nodes
         if shard := vault.find(device, model.name):
             head = shard.read_head()
-            if len(model.devices) == 1 or not head.key.differences(_place(rank)):
+            if len(ranks) == 1 or not head.key.differences(_place(rank)):
                 found.append((shard, head))
     if not found:
         return []
     newest = max((head for _, head in found), key=lambda head: head.created)
     return [shard for shard, head in found if _weights(head.key) == _weights(newest.key)]
+
+
+def where_cached(item: ModelConfig, vault: Vault, devices: Iterable[str]) -> tuple[str, ...] | None:
+    """The devices on which all ranks of a model are cached, in rank order; None if one is nowhere."""
+    held = [(name, shard.read_head().key) for name in devices if (shard := vault.find(name, item.name))]
+    found = []
+    for rank in item.parallel.ranks()[item.ranks_here.start : item.ranks_here.stop]:
+        place = {} if item.parallel.world == 1 else _place(rank)
+        here = next((name for name, key in held if name not in found and not key.differences(place)), None)
+        if here is None:
+            return None
+        found.append(here)
+    return tuple(found)
 
 
 def weights_of(shard: HeldShard) -> dict[str, Any]:
@@ -164,5 +189,7 @@ def _changed_on_disk(checkpoint: Path, files: tuple[SourceFile, ...]) -> bool:
 
 
 def _as_read(checkpoint: Path, files: tuple[SourceFile, ...]) -> bool:
+    if not files:  # its publisher has not said what it read, so nothing tells that it is something else now
+        return True
     with open_checkpoint(checkpoint) as found:
-        return [file.source.stat for file in found.files] == [file.stat for file in files]
+        return {file.name: file.source.stat for file in found.files} == {file.name: file.stat for file in files}

@@ -127,9 +127,13 @@ class WorkerProcess:
         """What is in one shard is not what was published."""
         self._send({"lost": {"reason": reason, "model": model, "generation": generation}})
 
-    def unneeded(self, model: str, generation: int, room_for: str) -> None:
-        """The model's other ranks had to make room: an idle one here is evicted as well."""
-        self._send({"unneeded": {"model": model, "generation": generation, "room_for": room_for}})
+    def digested(self, model: str, generation: int) -> None:
+        """The digests of the files that a shard was loaded from are remembered by now."""
+        self._send({"digested": {"model": model, "generation": generation}})
+
+    def unneeded(self, model: str, generation: int, reason: str) -> None:
+        """The model's other ranks had to make room, or never came: an idle one here is evicted as well."""
+        self._send({"unneeded": {"model": model, "generation": generation, "reason": reason}})
 
     def message_received(self, data: bytes, fds: FdSet) -> None:
         with fds:

@@ -1,0 +1,132 @@
+"""What nodes tell one another, and the sentence for each field in which they differ."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightcached.config import load_config
+from weightcached.errors import ProtocolError
+from weightcached.service.agreement import Description, describe, differences, digest_of, parse, to_text
+from weightcached.service.models import Model
+
+KEY = {"content": "c0ffee", "layout": "checkpoint", "tensor_parallel_size": 2}
+
+
+@pytest.fixture
+def described(tmp_path: Path) -> Callable[[int], Description]:
+    """``described(node)``: one of two nodes, which has its rank of two cached."""
+
+    def made(node: int) -> Description:
+        path = tmp_path / f"node{node}.toml"
+        path.write_text(
+            f'[[model]]\nname = "m"\ncheckpoint = "/models/{node}"\ntensor_parallel = 2\n'
+            f'[cluster]\nnodes = 2\nnode_rank = {node}\nmaster_addr = "h{node}"\nmaster_port = 1\n'
+        )
+        config = load_config(path)
+        model = Model(config.models[0], (f"host-{node}",))
+        model.begin()
+        model.published(f"host-{node}", 1, 100 + node, dict(KEY))
+        assert config.cluster is not None
+        return describe(config.cluster, [model])
+
+    return made
+
+
+def test_equal_nodes_do_not_differ(described: Callable[[int], Description]) -> None:
+    """Though each has its own devices, paths, address of node 0, ranks and bytes."""
+    nodes = [described(0), described(1)]
+    assert nodes[0]["models"]["m"]["ranks"] == [0, 1]
+    assert nodes[1]["models"]["m"]["ranks"] == [1, 1]
+    assert (nodes[0]["models"]["m"]["bytes"], nodes[1]["models"]["m"]["bytes"]) == ([100], [101])
+    assert differences(nodes) == []
+    assert digest_of(nodes[0]) == digest_of(described(0)) != digest_of(nodes[1])
+
+
+def changed(path: str, value: Any) -> Callable[[Description], None]:
+    def change(description: Description) -> None:
+        *folders, name = path.split("/")
+        for folder in folders:
+            description = description[folder]
+        description[name] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (changed("models/m/key/content", "dead"), 'm: content is "c0ffee" on nodes 0, 2 and "dead" on node 1'),
+        (changed("models/m/key/layout", "x"), 'm: layout is "checkpoint" on nodes 0, 2 and "x" on node 1'),
+        (
+            changed("models/m/settings/tensor_parallel", 4),
+            "m: tensor_parallel is 2 on nodes 0, 2 and 4 on node 1",
+        ),
+        (changed("models/m/settings/new", 1), "m: new is null on nodes 0, 2 and 1 on node 1"),
+        (changed("models/m/ranks", [0, 1]), 'm: which ranks a node has is "0-0" on nodes 0, 1 and "2-2" on node 2'),
+        (
+            changed("models/m/ranks", [1, 0]),
+            'm: which ranks a node has is "0-0" on node 0 and "1-0" on node 1 and "2-2"',
+        ),
+        (changed("models", {}), 'm: the model is "configured" on nodes 0, 2 and "not configured" on node 1'),
+        (changed("software/protocol", 9), "protocol is 1 on nodes 0, 2 and 9 on node 1"),
+        (changed("cluster/keep_alive", 1.5), "keep_alive is 5.0 on nodes 0, 2 and 1.5 on node 1"),
+        (changed("cluster/local_ranks", [1] * 40), "local_ranks is null on nodes 0, 2 and [1, 1, 1, 1, 1, 1, 1, 1,"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_difference_names_model_field_values_and_nodes(
+    described: Callable[[int], Description], change: Callable[[Description], None], sentence: str
+) -> None:
+    """One sentence for each, the same on every node."""
+    nodes = [described(0), described(1), copy.deepcopy(described(1))]
+    nodes[2]["models"]["m"]["ranks"] = [2, 1]
+    change(nodes[1])
+    found = differences(nodes)
+    assert len(found) == 1
+    assert str(found[0]).startswith(sentence)
+    assert len(str(found[0])) < 250
+
+
+def test_what_is_not_cached_everywhere_is_compared_where_it_is(described: Callable[[int], Description]) -> None:
+    """A model that is loaded on demand differs from none; nor does a digest that is still being computed."""
+    nodes = [described(0), described(1)]
+    nodes[1]["models"]["m"]["key"] = None
+    assert differences(nodes) == []
+    nodes[1]["models"]["m"]["key"] = {**KEY, "content": "stat:1"}
+    assert differences(nodes) == []
+    nodes[1]["models"]["m"]["key"]["layout"] = "other"
+    assert [item.field for item in differences(nodes)] == ["layout"]
+
+
+def test_a_description_comes_through(described: Callable[[int], Description]) -> None:
+    """As it was written."""
+    assert parse(to_text(described(0)), 0) == described(0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "1",
+        "{}",
+        json.dumps({"software": {}, "cluster": [], "models": {}}),
+        json.dumps({"software": {}, "cluster": {}, "models": []}),
+        json.dumps({"software": {}, "cluster": {}, "models": {"m": {}}}),
+        json.dumps({"software": {}, "cluster": {}, "models": {"m": {"ranks": [1], "bytes": []}}}),
+        json.dumps({"software": {}, "cluster": {}, "models": {"m": {"ranks": [0, "1"], "bytes": []}}}),
+        json.dumps({"software": {}, "cluster": {}, "models": {"m": {"ranks": [0, 1], "bytes": [], "settings": 1}}}),
+        "[" * 100_000,
+    ],
+    ids=range(11),
+)
+def test_what_is_no_description_is_refused_by_its_node(text: str) -> None:
+    """Whatever a node writes into the store, nobody fails on it in another way."""
+    with pytest.raises(ProtocolError, match="node 3 sent a description that is not readable"):
+        parse(text, 3)

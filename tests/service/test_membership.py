@@ -1,0 +1,219 @@
+"""Who is there by their datagrams, and when the nodes must agree anew. Times are numbers: no clock is read."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightcached.config_cluster import MAX_NODES
+from weightcached.service import membership
+from weightcached.service.membership import (
+    BEAT_BYTES,
+    MISSED,
+    PROBLEM_CHARS,
+    VIEW_BYTES,
+    Beat,
+    Datagrams,
+    Members,
+    Seen,
+    View,
+    changes,
+    cluster_id,
+    encode,
+)
+
+ID = cluster_id(29650)
+BEAT = Beat(node=1, nodes=2, boot="b1", state="loaded", digest="d")
+OWN = replace(BEAT, node=0, boot="b0")
+VIEW = View("b0", 3, (Seen("loaded", "10.0.0.1", 0.0), Seen("gone", "10.0.0.2", 1.5, "it was stopped")), number=9)
+KEEP = 5.0
+
+
+def changed(message: bytes, what: str, **fields: Any) -> bytes:
+    data = json.loads(message)
+    data[what].update(fields)
+    return json.dumps(data).encode()
+
+
+def test_a_datagram_is_read_as_it_was_written() -> None:
+    """Beats and views come through with every field."""
+    datagrams = Datagrams(ID, 2)
+    assert datagrams.beat(encode(ID, BEAT)) == BEAT
+    assert datagrams.view(encode(ID, VIEW)) == VIEW
+    assert datagrams.view(encode(ID, View("b0", 0, (), refused="no"))) == View("b0", 0, (), refused="no")
+    assert not datagrams.dropped
+
+
+def test_what_is_too_large_is_said_shorter() -> None:
+    """A view of as many nodes as there may be, each with its problem, is one datagram; so is a beat in any language."""
+    many = tuple(
+        Seen("gone", "2001:db8:1111:2222:3333:4444:5555:6666", 12345.6, "x" * PROBLEM_CHARS) for _ in range(MAX_NODES)
+    )
+    data = encode(ID, View("b0" * 8, 1 << 40, many))
+    assert len(data) <= VIEW_BYTES
+    found = Datagrams(ID, MAX_NODES).view(data)
+    assert found is not None and found.nodes == tuple(replace(item, problem=None) for item in many)
+    beat = replace(BEAT, problem="\U0001f600" * (PROBLEM_CHARS - 1) + "\udcff")
+    found_beat = Datagrams(ID, 2).beat(encode(ID, beat))
+    assert found_beat is not None and found_beat.problem == "\U0001f600" * (PROBLEM_CHARS - 1) + "?"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff",
+        b"[" * 3000,
+        b"[]",
+        b'{"beat": 1}',
+        b'{"cluster": "x"}',
+        changed(encode(ID, BEAT), "beat", node=0),
+        changed(encode(ID, BEAT), "beat", node=2),
+        changed(encode(ID, BEAT), "beat", node=True),
+        changed(encode(ID, BEAT), "beat", number=-1),
+        changed(encode(ID, BEAT), "beat", attempt=1e300),
+        changed(encode(ID, BEAT), "beat", state="gone"),
+        changed(encode(ID, BEAT), "beat", boot=""),
+        changed(encode(ID, BEAT), "beat", digest="x" * 65),
+        changed(encode(ID, BEAT), "beat", problem=7),
+        changed(encode(ID, BEAT), "beat", more=1),
+        changed(encode(ID, BEAT), "beat", problem="x" * BEAT_BYTES),
+        json.dumps({"cluster": ID, "beat": {"node": 1}}).encode(),
+    ],
+    ids=range(18),
+)
+def test_a_beat_that_is_none_is_dropped_and_counted(data: bytes) -> None:
+    """Whatever is in it: nothing raises, and nothing of it is used."""
+    datagrams = Datagrams(ID, 2)
+    assert datagrams.beat(data) is None
+    assert datagrams.dropped == {"malformed": 1}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"nodes": []},
+        {"nodes": [1, 2]},
+        {"nodes": [{"state": "loaded"}] * 2},
+        {"nodes": [{**asdict(Seen()), "age": -1}] * 2},
+        {"nodes": [{**asdict(Seen()), "age": "1"}] * 2},
+        {"nodes": [{**asdict(Seen()), "state": "dead"}] * 2},
+        {"nodes": 2},
+        {"round": 1.5},
+        {"boot": None},
+        {"refused": 1},
+    ],
+    ids=str,
+)
+def test_a_view_that_is_none_is_dropped_and_counted(fields: dict[str, Any]) -> None:
+    """As with beats; a view of another number of nodes is none."""
+    datagrams = Datagrams(ID, 2)
+    assert datagrams.view(changed(encode(ID, VIEW), "view", **fields)) is None
+    assert datagrams.dropped == {"malformed": 1}
+
+
+def test_another_clusters_datagram_is_foreign() -> None:
+    """It is counted apart from what is malformed."""
+    datagrams = Datagrams(ID, 2)
+    assert datagrams.beat(encode(cluster_id(1), BEAT)) is None
+    assert datagrams.view(encode(cluster_id(1), VIEW)) is None
+    assert datagrams.dropped == {"foreign": 2}
+
+
+@pytest.fixture
+def members() -> Members:
+    """Of two nodes, which are there and loaded at second 0."""
+    made = Members(2, KEEP)
+    assert made.heard(OWN, ("10.0.0.1", 1), 0.0) is None
+    assert made.heard(BEAT, ("10.0.0.2", 2), 0.0) is None
+    return made
+
+
+def test_a_node_is_gone_after_three_missed_signs_of_life(members: Members) -> None:
+    """Until then it is what it said, with its age; heard again it is back."""
+    last = MISSED * KEEP
+    assert members.seen(last)[1] == Seen("loaded", "10.0.0.2", last)
+    assert members.seen(last + 0.1)[1].state == "gone"
+    members.heard(replace(BEAT, number=1), ("10.0.0.2", 2), last + 1)
+    assert members.seen(last + 1)[1].state == "loaded"
+
+
+def test_a_node_that_says_that_it_leaves_is_gone_at_once(members: Members) -> None:
+    """With the reason that it gives."""
+    members.heard(replace(BEAT, state="leaving", problem="it was stopped"), ("10.0.0.2", 2), 1.0)
+    assert members.seen(1.0)[1] == Seen("gone", "10.0.0.2", 0.0, "it was stopped")
+
+
+def test_a_round_begins_when_all_are_loaded(members: Members) -> None:
+    """And not before; it stays the same while nothing changes, even if a node is silent for a while."""
+    waiting = Members(2, KEEP)
+    waiting.heard(OWN, None, 0.0)
+    assert waiting.next_round(0.0) == 0
+    waiting.heard(replace(BEAT, state="loading"), None, 0.0)
+    assert waiting.next_round(0.0) == 0
+    assert members.next_round(0.0) == members.next_round(1.0) == members.next_round(1000.0) == 1
+
+
+@pytest.mark.parametrize("field", [{"boot": "b2"}, {"digest": "e"}, {"attempt": 1}], ids=str)
+def test_another_round_begins_when_something_is_new(members: Members, field: dict[str, Any]) -> None:
+    """A node that has started again, that has something else, or for which a round failed; once it is loaded."""
+    assert members.next_round(0.0) == 1
+    members.heard(replace(BEAT, state="loading", number=1, **field), None, 1.0)
+    assert members.next_round(1.0) == members.current() == 0
+    members.heard(replace(BEAT, number=2, **field), None, 2.0)
+    assert members.next_round(2.0) == 2
+
+
+def test_what_was_overtaken_is_not_taken_in(members: Members) -> None:
+    """An older datagram of the same process that comes later changes nothing."""
+    members.heard(replace(BEAT, number=5), ("10.0.0.2", 2), 1.0)
+    members.heard(replace(BEAT, number=4, digest="old"), ("10.0.0.2", 2), 2.0)
+    assert members.next_round(2.0) == 1
+    assert members.seen(2.0)[1].age == 1.0
+
+
+def test_a_process_that_was_replaced_is_refused(members: Members) -> None:
+    """Two that say that they are one node: the later one counts, the earlier one is told where the other is."""
+    members.heard(replace(BEAT, boot="b2"), ("10.0.0.3", 2), 1.0)
+    refused = members.heard(replace(BEAT, number=7), ("10.0.0.2", 2), 2.0)
+    assert refused == "two services say that they are node 1; the other one is at 10.0.0.3"
+    assert members.seen(2.0)[1].address == "10.0.0.3"
+
+
+def test_another_number_of_nodes_is_refused(members: Members) -> None:
+    """With both numbers, before any agreement."""
+    refused = members.heard(replace(BEAT, nodes=3), ("10.0.0.2", 2), 1.0)
+    assert refused == "nodes = 3 in the config of node 1, 2 in that of node 0"
+
+
+def test_views_go_to_the_others(members: Members) -> None:
+    """To the addresses that they were last heard from, and not to node 0 itself."""
+    assert members.addresses() == [(1, ("10.0.0.2", 2))]
+
+
+def test_the_journal_says_what_has_become_of_the_others() -> None:
+    """Each change once, with whether it is bad news; nothing of the node itself."""
+    unknown, loading, loaded = Seen(), Seen("loading"), Seen("loaded")
+    gone = Seen("gone", age=15.5)
+    assert changes([unknown, unknown], [loaded, loading], 0) == [(False, "node 1 is there, loading")]
+    assert changes([loaded, loading], [loaded, loaded], 0) == [(False, "node 1 is loaded")]
+    assert changes([loaded, loaded], [loaded, gone], 0) == [
+        (True, "node 1 is gone: nothing heard of it for 15.5 s; what is here stays")
+    ]
+    assert changes([gone, loaded], [loaded, loaded], 1) == [(False, "node 0 is back, loaded")]
+    stopped = Seen("gone", problem="it was stopped")
+    assert changes([loaded], [stopped], 1) == [(True, "node 0 is gone: it was stopped; what is here stays")]
+    assert changes([gone], [replace(gone, age=20.0)], 1) == []
+
+
+@pytest.mark.parametrize("module", ["membership", "links", "cluster", "rounds", "agreement"])
+def test_no_clock_is_compared_with_another_nodes(module: str) -> None:
+    """Skewed and stepped clocks have no effect: none but the monotonic one is read, and what is sent are ages."""
+    text = (Path(membership.__file__).with_name(f"{module}.py")).read_text()
+    assert set(re.findall(r"\btime\.(\w+)", text)) <= {"monotonic"}
+    assert "datetime" not in text

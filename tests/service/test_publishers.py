@@ -1,0 +1,465 @@
+"""Loads by a command of the config, in a real service: run, awaited, ended, and what is said of those that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import weightcached
+from tests.checkpoint.files import hub_cache
+from tests.leaks import NoDescriptorLeaks
+from tests.manager import Manager
+from tests.running import ROOT, children_of, import_path, process_of_role, wait_for_end
+from tests.service.conftest import HOST, HOSTS, StartService, attach, generation, held_by, model
+from tests.service.gathering import ENGINE
+from weightcached.checkpoint.remembered import recall
+from weightcached.client.publish import checkpoint_files
+from weightcached.config import ModelConfig
+from weightcached.errors import OtherContent, WeightCacheError
+from weightcached.paths import socket_path
+from weightcached.service import publishers
+from weightcached.service.models import LoadSpec, Model
+from weightcached.service.publishers import Publishers
+from weightcached.service.vault import Vault
+from weightcached.wire.connection import Connection
+from weightcached.wire.messages import Subscribe
+
+SCRIPT = str(ROOT / "tests" / "service" / "publishing.py")
+LISTENING = 'ready = "listening"\n'
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The publisher imports this package's modules, whose service runs in another folder."""
+    monkeypatch.setenv("PYTHONPATH", import_path())
+
+
+def publisher(*words: str) -> str:
+    return f"publisher = {json.dumps(['python', SCRIPT, *words])}"
+
+
+def test_a_preloaded_model_is_published_by_its_command(start_service: StartService, checkpoint: Path) -> None:
+    """READY comes when the command has published and ended. What it says is in the log, by rank; its environment and
+    its command line are what the config asks for."""
+    service = start_service(
+        HOST + model("engine", checkpoint, publisher("value=first", "say=out", "err=in\rerr"))
+    ).ready()
+    assert held_by("engine", "host-0", layout="test-1/0") == b"first0".ljust(16)
+    assert service.model("engine")["state"] == "cached"
+    assert "engine: rank 0: out\n" in service.log
+    assert "engine: rank 0: err\n" in service.log
+    assert f"engine: rank 0 to host-0 by {sys.executable} {SCRIPT} value=first" in service.log
+    service.stop()
+
+
+def test_a_client_that_waits_has_it_published(start_service: StartService, checkpoint: Path) -> None:
+    """`preload = false`: the command runs when somebody waits for the model."""
+    service = start_service(HOST + model("lazy", checkpoint, "preload = false", publisher())).ready()
+    assert service.model("lazy")["state"] == "absent"
+    worker, fds = attach("lazy", wait=30, layout="test-1/0")
+    with worker, fds:
+        assert generation(fds) == 1
+    service.stop()
+
+
+def test_all_ranks_run_at_once_each_for_its_device(
+    start_service: StartService, checkpoint: Path, runtime_dir: Path
+) -> None:
+    """Two ranks that wait for each other both publish, and the model is whole."""
+    more = ["tensor_parallel = 2", publisher(f"meet={runtime_dir}/meet")]
+    service = start_service(HOSTS + model("cut", checkpoint, *more)).ready()
+    found = [held_by("cut", f"host-{rank}", layout="test-1/0", tensor_parallel_rank=rank) for rank in (0, 1)]
+    assert found == [b"x0".ljust(16), b"x1".ljust(16)]
+    assert service.model("cut")["ranks_cached"] == 2
+    service.stop()
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["say=one", "err=two", "exit=0:3"], "of rank 0 on host-0 ended by exit status 3; it said last: one | two"),
+        (["nothing=0"], "ended by exit status 0, but has not published bad there; it said nothing"),
+        (["nospec="], "generation 1 there is not its own: it lacks the attribute spec"),
+        (["late=4"], "ended by exit status 4"),
+    ],
+)
+def test_what_is_no_load(start_service: StartService, checkpoint: Path, words: list[str], reason: str) -> None:
+    """Another status than 0, before or after the publish, and 0 without a publish of its own: failed, with the reason
+    and what the command said last."""
+    service = start_service(LISTENING + HOST + model("bad", checkpoint, publisher(*words))).ready()
+    assert reason in service.ctl("wait", "bad", "--timeout", "30", code=1)
+    assert service.model("bad")["error"]["code"] == "load-failed"
+    service.stop()
+
+
+def test_a_start_that_waits_for_it_fails_with_the_reason(start_service: StartService, checkpoint: Path) -> None:
+    """`ready = "loaded"`: the service ends with exit code 1 when the command cannot be run."""
+    command = 'publisher = ["/no/such/program"]'
+    service = start_service(HOST + model("bad", checkpoint, command))
+    assert service.wait() == 1
+    assert "its publisher /no/such/program cannot be started: No such file or directory" in service.log
+    service.stop(1)
+
+
+def test_one_rank_that_fails_ends_the_others(start_service: StartService, checkpoint: Path) -> None:
+    """Rank 1 ends with an error while rank 0 waits for ever: rank 0 is ended, the error is that of rank 1."""
+    more = ["tensor_parallel = 2", publisher("hang=0", "exit=1:7")]
+    service = start_service(LISTENING + HOSTS + model("cut", checkpoint, *more)).ready()
+    assert "of rank 1 on host-1 ended by exit status 7" in service.ctl("wait", "cut", "--timeout", "30", code=1)
+    assert not [pid for pid in children_of(service.process.pid) if is_publisher(pid)]
+    service.stop()
+
+
+def is_publisher(pid: int) -> bool:
+    return SCRIPT.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+
+
+def group_of(pid: int) -> list[int]:
+    """The processes of a process group now."""
+    found = subprocess.run(["ps", "-e", "-o", "pid=,pgid="], capture_output=True, text=True, check=True).stdout
+    return [int(line.split()[0]) for line in found.splitlines() if line.split()[1] == str(pid)]
+
+
+def wait_for_child(leader: int) -> list[int]:
+    """The group of a publisher, once it has started its child."""
+    end = time.monotonic() + 20
+    while len(group := group_of(leader)) < 2:
+        assert time.monotonic() < end
+    return group
+
+
+@pytest.mark.parametrize("how", ["stop", "evict", "reload"])
+def test_an_end_reaches_all_that_it_has_started(start_service: StartService, checkpoint: Path, how: str) -> None:
+    """A stop, an eviction and a reload that takes the model out end the command and its children at once."""
+    service = start_service(LISTENING + HOST + model("slow", checkpoint, publisher("child=", "hang=0"))).ready()
+    leader = process_of_role(service, SCRIPT)
+    assert os.getsid(leader) == leader
+    group = wait_for_child(leader)
+    if how == "evict":
+        assert "called off" in service.ctl("evict", "slow")
+        assert service.model("slow")["state"] == "absent"
+    elif how == "reload":
+        service.config.write_text(LISTENING + HOST)
+        service.ctl("reload")
+    if how == "stop":
+        service.stop()
+    for pid in group:
+        wait_for_end(pid)
+    if how != "stop":
+        service.stop()
+
+
+def test_what_a_command_leaves_behind_is_ended(start_service: StartService, checkpoint: Path) -> None:
+    """A child that outlives the command would keep its memory: it is ended with a warning, the load is good."""
+    service = start_service(LISTENING + HOST + model("left", checkpoint, publisher("child="))).ready()
+    leader = process_of_role(service, SCRIPT)
+    group = wait_for_child(leader)
+    service.ctl("wait", "left", "--timeout", "30")
+    for pid in group:
+        wait_for_end(pid)
+    assert "left processes behind, they are ended" in service.log
+    assert service.model("left")["error"] is None
+    service.stop()
+
+
+def test_a_killed_publisher_is_tried_again_for_who_waits(start_service: StartService, checkpoint: Path) -> None:
+    """SIGKILL by somebody else: failed with that reason; the next client that waits has the command run again."""
+    service = start_service(LISTENING + HOST + model("slow", checkpoint, publisher("hang=0"))).ready()
+    os.kill(process_of_role(service, SCRIPT), signal.SIGKILL)
+    assert "SIGKILL" in service.ctl("wait", "slow", "--timeout", "30", code=1)
+    service.config.write_text(LISTENING + HOST + model("slow", checkpoint, publisher()))
+    service.ctl("reload")
+    service.ctl("wait", "slow", "--timeout", "30")
+    service.stop()
+
+
+def test_a_restart_adopts_it_and_a_reload_leaves_it(runtime_dir: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """The command is run once: not by a restart, nor by a reload, but by one after its words or its files changed."""
+    runs = tmp_path / "runs"
+    config = HOST + model("engine", checkpoint, publisher(f"count={runs}"))
+    manager = Manager(runtime_dir, config)
+    try:
+        manager.start().ready()
+        manager.wait_stored(2)
+        manager.restart().ready()
+        assert json.loads(manager.ctl("reload", "--json"))["loading"] == []
+        assert runs.read_bytes() == b"."
+        manager.configure(HOST + model("engine", checkpoint, publisher(f"count={runs}", "value=other")))
+        manager.restart().ready()
+        assert runs.read_bytes() == b".."
+        assert held_by("engine", "host-0", layout="test-1/0") == b"other0".ljust(16)
+        os.utime(checkpoint)
+        assert json.loads(manager.ctl("reload", "--json"))["loading"] == ["engine"]
+        manager.ctl("wait", "engine", "--timeout", "30")
+        assert runs.read_bytes() == b"..."
+        manager.stop()
+    finally:
+        manager.abandon()
+
+
+# A publisher as an engine is one: torch modules, ranks that meet over TCP, `weightcached.publish`.
+
+GATHERING = str(ROOT / "tests" / "service" / "gathering.py")
+
+
+def gathering(*words: str) -> str:
+    return f"publisher = {json.dumps(['python', GATHERING, *words])}"
+
+
+def ranks_of(name: str) -> list[dict[str, list[object]]]:
+    """The tensors of both ranks, as two engines attach them."""
+    found = []
+    for rank in (0, 1):
+        with weightcached.attach(
+            name, device=f"host-{rank}", key={"layout": ENGINE}, tensor_parallel=(rank, 2)
+        ) as weights:
+            found.append({key: tensor.tolist() for key, tensor in weights.items()})
+    return found
+
+
+BOTH_RANKS = [{"weight": [[21.0] * 3] * 2, "bias": [float(rank)] * 2} for rank in (0, 1)]
+
+
+def test_ranks_meet_and_publish_their_modules(
+    runtime_dir: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks meet by the environment alone, whatever launcher the service itself has; what they publish is attached.
+    A restart and a reload take it over without another run; a run after that meets at another port."""
+    for name, value in {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "5", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    runs, ports = tmp_path / "runs", tmp_path / "ports"
+    config = HOSTS + model("cut", checkpoint, "tensor_parallel = 2", gathering(f"count={runs}", f"port={ports}"))
+    manager = Manager(runtime_dir, config)
+    try:
+        manager.start().ready()
+        assert ranks_of("cut") == BOTH_RANKS
+        assert all(f"cut: rank {rank}: met [10, 11]\n" in manager.log for rank in (0, 1))
+        manager.wait_stored(4)
+        manager.restart().ready()
+        assert json.loads(manager.ctl("reload", "--json"))["loading"] == []
+        assert ranks_of("cut") == BOTH_RANKS
+        assert runs.read_bytes() == b"."
+        os.utime(checkpoint)
+        assert json.loads(manager.ctl("reload", "--json"))["loading"] == ["cut"]
+        manager.ctl("wait", "cut", "--timeout", "60")
+        assert runs.read_bytes() == b".."
+        assert len(set(ports.read_text().split())) == 2
+        assert "1" not in ports.read_text().split()
+        manager.stop()
+    finally:
+        manager.abandon()
+
+
+def test_a_publisher_reads_from_a_hugging_face_cache(
+    start_service: StartService, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Its files are recorded with their blobs' digests: verifying, reloading and digesting go on as ever, and an engine
+    that has the same blobs in another cache attaches."""
+    (tmp_path / "plain").mkdir()
+    checkpoint.rename(tmp_path / "plain" / "model.safetensors")
+    first, second = (hub_cache(tmp_path / name, tmp_path / "plain") for name in ("first", "second"))
+    service = start_service(HOST + model("hub", first, gathering())).ready()
+    wanted = {"device": "host-0", "key": {"layout": ENGINE}}
+    with weightcached.attach(checkpoint=second, **wanted) as weights:
+        (file,) = weights.manifest.files
+        assert file.digest == f"sha256:{(first / 'model.safetensors').resolve().name}"
+        assert weights["bias"].tolist() == [0.0] * 2
+    assert "host-0" in service.ctl("verify", "hub")
+    assert json.loads(service.ctl("reload", "--json"))["loading"] == []
+    with Connection.open(socket_path("host-0"), device="host-0") as watcher:
+        watcher.request(Subscribe())[1].close()
+        while None in recall(checkpoint_files(first)):
+            watcher.next_event(30)
+    with weightcached.attach(checkpoint=tmp_path / "plain", **wanted) as weights:
+        assert weights.manifest.model == "hub"
+    other = hub_cache(tmp_path / "other", tmp_path / "plain", change="model.safetensors")
+    with pytest.raises(OtherContent, match="its digest is sha256:"):
+        weightcached.attach(checkpoint=other, **wanted)
+    service.stop()
+
+
+def test_a_left_over_rendezvous_is_not_met(start_service: StartService, checkpoint: Path, tmp_path: Path) -> None:
+    """What a failed run has left behind, listening at that run's port out of reach: the next run meets elsewhere."""
+    runs = tmp_path / "runs"
+    more = ["tensor_parallel = 2", gathering(f"leave={runs}")]
+    service = start_service(LISTENING + HOSTS + model("cut", checkpoint, *more)).ready()
+    assert "of rank 0 on host-0 ended by exit status 9" in service.ctl("wait", "cut", "--timeout", "60", code=1)
+    left = int(Path(f"{runs}.pid").read_text())
+    try:
+        service.ctl("load", "cut")
+        service.ctl("wait", "cut", "--timeout", "60")
+        assert ranks_of("cut") == BOTH_RANKS
+        assert runs.read_bytes() == b".."
+        os.kill(left, 0)  # it was there all the time
+    finally:
+        os.kill(left, signal.SIGKILL)
+    service.stop()
+
+
+# One load in this process.
+
+
+def run_command(devices: tuple[str, ...], *words: str, **options: object) -> tuple[Publishers, WeightCacheError | None]:
+    """Runs the command for a model of so many ranks, with no worker anywhere."""
+    config = ModelConfig.model_validate({"name": "m", "checkpoint": "/models/m", "publisher": list(words), **options})
+
+    async def run() -> tuple[Publishers, WeightCacheError | None]:
+        load = Publishers(Model(config, devices), Vault())
+        return load, await load.run()
+
+    return asyncio.run(run())
+
+
+TOLD = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR CUDA_VISIBLE_DEVICES"
+PRINT = f"for name in {TOLD}; do eval echo \\$$name; done"
+
+
+@pytest.mark.parametrize(
+    ("devices", "local", "visible"),
+    [
+        (("host-0", "host-1"), ["0", "1"], ["inherited", "inherited"]),
+        (("GPU-aa", "MIG-bb"), ["0", "0"], ["GPU-aa", "MIG-bb"]),
+    ],
+)
+def test_each_rank_is_told_its_place(
+    runtime_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    devices: tuple[str, ...],
+    local: list[str],
+    visible: list[str],
+) -> None:
+    """As torchrun tells a child. On a GPU or a MIG instance it sees that one alone, by UUID, as its number 0."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "inherited")
+    with caplog.at_level(logging.INFO):
+        run_command(devices, "sh", "-c", PRINT, tensor_parallel=2)
+    said = [record.getMessage() for record in caplog.records]
+    for rank in (0, 1):
+        lines = [line.removeprefix(f"m: rank {rank}: ") for line in said if line.startswith(f"m: rank {rank}: ")]
+        assert lines == [str(rank), local[rank], "2", "2", "127.0.0.1", visible[rank]]
+
+
+def test_ranks_on_several_nodes_meet_where_they_are_told(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The second of two nodes: ranks count from the first one here, of all; without a place to meet nothing is run."""
+    config = ModelConfig.model_validate(
+        {"name": "m", "checkpoint": "/m", "publisher": ["sh", "-c", PRINT], "tensor_parallel": 3}
+    )
+    model = Model(config, ("host-0", "GPU-aa"))
+    monkeypatch.setattr(Model, "spec", LoadSpec.of(config, model.devices)._replace(first=1))
+
+    assert "1 of its ranks are on other nodes" in str(asyncio.run(Publishers(model, Vault()).run()))
+    with caplog.at_level(logging.INFO):
+        asyncio.run(Publishers(model, Vault(), ("10.0.0.1", 29600)).run())
+
+    said = [record.getMessage() for record in caplog.records]
+    for rank, local, last in ((1, "0", []), (2, "0", ["GPU-aa"])):
+        lines = [line.removeprefix(f"m: rank {rank}: ") for line in said if line.startswith(f"m: rank {rank}: ")]
+        assert lines == [str(rank), local, "3", "2", "10.0.0.1", *last]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_vllms_preload_understands_what_it_is_told(
+    runtime_dir: Path, caplog: pytest.LogCaptureFixture, world: int
+) -> None:
+    """Name, rank, number of ranks and the place to meet, in the environment of this package's own publisher."""
+    program = "from weightcached.engines.vllm.preload import Place; print(*Place.from_environment())"
+    devices = tuple(f"host-{rank}" for rank in range(world))
+    with caplog.at_level(logging.INFO):
+        run_command(devices, "python", "-c", program, tensor_parallel=world)
+    said = [record.getMessage() for record in caplog.records if "tcp://" in record.getMessage()]
+    met = {line.rpartition(" ")[2] for line in said}
+    assert len(said) == world
+    assert len(met) == 1
+    assert re.fullmatch(r"tcp://127\.0\.0\.1:[0-9]+", met.pop())
+    assert {line.rpartition(" ")[0] for line in said} == {f"m: rank {rank}: m {rank} {world}" for rank in range(world)}
+
+
+def test_all_ranks_have_one_free_port(runtime_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The same for both, bound by nobody, and another one at the next run."""
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            run_command(("host-0", "host-1"), "sh", "-c", "echo port=$MASTER_PORT", tensor_parallel=2)
+    said = [record.getMessage() for record in caplog.records]
+    ports = [int(line.rpartition("=")[2]) for line in said if ": port=" in line]
+    assert len(ports) == 4
+    assert ports[0] == ports[1] != ports[2] == ports[3]
+    for port in {*ports}:
+        with socket.create_server(("127.0.0.1", port)):
+            pass
+
+
+def test_a_service_without_tcp_says_so(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As under the unit as shipped: ranks that cannot meet are not started; one alone runs without a place to meet."""
+
+    def refuse() -> int:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr(publishers, "free_port", refuse)
+    monkeypatch.setenv("MASTER_PORT", "inherited")
+    command = ["sh", "-c", "echo port=$MASTER_PORT."]
+    with caplog.at_level(logging.INFO):
+        _, error = run_command(("host-0", "host-1"), *command, tensor_parallel=2)
+        assert "may not use TCP, by which ranks meet" in str(error)
+        assert "network.conf.example" in str(error)
+        assert not caplog.records
+        run_command(("host-0",), *command)
+    said = [record.getMessage() for record in caplog.records]
+    assert "m: rank 0: port=." in said
+    assert len([line for line in said if "no MASTER_PORT for its publisher" in line]) == 1
+
+
+def test_who_says_nothing_for_long_is_ended(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, descriptors: NoDescriptorLeaks
+) -> None:
+    """Half a second here: one that speaks more often goes on, and its silence afterwards ends it and its child."""
+    monkeypatch.setattr(publishers, "SILENT_SECONDS", 0.5)
+    began = time.monotonic()
+    load, error = run_command(("host-0",), "sh", "-c", "for i in 1 2 3 4; do echo $i; sleep 0.25; done; sleep 600")
+    assert "has said nothing for 0 s and was ended; it said last: 1 | 2 | 3 | 4" in str(error)
+    assert 1.0 < time.monotonic() - began < 20
+    assert not load.killed
+
+
+def test_a_failed_rank_does_not_wait_for_what_it_has_started(runtime_dir: Path) -> None:
+    """Its child, which holds the output open, goes with it: the other rank is ended at once."""
+    began = time.monotonic()
+    command = "if [ $RANK = 1 ]; then sleep 600 & exit 3; else exec sleep 600; fi"
+    _, error = run_command(("host-0", "host-1"), "sh", "-c", command, tensor_parallel=2)
+    assert "of rank 1 on host-1 ended by exit status 3" in str(error)
+    assert time.monotonic() - began < publishers.END_SECONDS
+
+
+def test_a_load_that_is_cancelled_leaves_nothing(runtime_dir: Path, descriptors: NoDescriptorLeaks) -> None:
+    """Cancelled while its processes run: they are gone when it returns."""
+    config = ModelConfig.model_validate({"name": "m", "checkpoint": "/m", "publisher": ["sleep", "600"]})
+
+    async def run() -> list[int]:
+        task = asyncio.create_task(Publishers(Model(config, ("host-0",)), Vault()).run())
+        async with asyncio.timeout(20):
+            while not (pids := children_of(os.getpid())):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)  # the kernel reports no event for a new child
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        return pids
+
+    for pid in asyncio.run(run()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

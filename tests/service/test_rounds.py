@@ -1,0 +1,96 @@
+"""One rendezvous as the service runs it: what it gets, and what becomes of the process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.running import children_of
+from tests.service.nodes import free_port
+from weightcached.errors import ProtocolError, TimedOut
+from weightcached.meeting import Job
+from weightcached.service import rounds
+from weightcached.service.rounds import Round
+from weightcached.service.workers import spawn_role
+
+
+def job(node: int, port: int, seconds: float = 30.0) -> Job:
+    return Job("127.0.0.1", port, node, 2, "r/1", seconds, f"description of {node}")
+
+
+def rendezvous_processes() -> list[int]:
+    """Those that this process has started and that have not ended."""
+    found = []
+    for pid in children_of(os.getpid()):
+        with contextlib.suppress(FileNotFoundError):
+            if b"rendezvous" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Awaitable[int]]:
+    """``await started()`` is the pid of the process that a round starts, as soon as there is one."""
+    processes: asyncio.Queue[asyncio.subprocess.Process] = asyncio.Queue()
+
+    async def spawn(*arguments: Any) -> asyncio.subprocess.Process:
+        process = await spawn_role(*arguments)
+        processes.put_nowait(process)
+        return process
+
+    async def pid() -> int:
+        return (await processes.get()).pid
+
+    monkeypatch.setattr(rounds, "spawn_role", spawn)
+    return pid
+
+
+def test_two_rounds_meet() -> None:
+    """Each calls with both descriptions, and ends after its process."""
+
+    async def meet() -> list[list[str]]:
+        port, found = free_port(), list[list[str]]()
+        await asyncio.gather(*(Round().run(job(node, port), found.append) for node in range(2)))
+        return found
+
+    assert asyncio.run(meet()) == [["description of 0", "description of 1"]] * 2
+    assert rendezvous_processes() == []
+
+
+def test_the_error_of_the_process_is_raised() -> None:
+    """As it was there."""
+    with pytest.raises(TimedOut, match="for node 1 to come"):
+        asyncio.run(Round().run(job(0, free_port(), seconds=0.2), print))
+
+
+def test_cancelled_it_leaves_no_process(started: Callable[[], Awaitable[int]]) -> None:
+    """Whatever it is doing."""
+
+    async def cancel() -> None:
+        task = asyncio.create_task(Round().run(job(0, free_port()), print))
+        await started()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+    assert rendezvous_processes() == []
+
+
+def test_a_process_that_is_killed_is_an_error(started: Callable[[], Awaitable[int]]) -> None:
+    """With the signal."""
+
+    async def kill() -> None:
+        task = asyncio.create_task(Round().run(job(0, free_port()), print))
+        os.kill(await started(), signal.SIGKILL)
+        await task
+
+    with pytest.raises(ProtocolError, match="the rendezvous process ended by signal SIGKILL before it answered"):
+        asyncio.run(kill())

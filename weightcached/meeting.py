@@ -1,0 +1,52 @@
+"""Where the nodes of a cluster meet: what a `rendezvous` process is told, and the port of node 0. Without torch."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from dataclasses import dataclass
+
+from .errors import ConnectionFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Where the nodes meet, for at most `seconds`; `round` names the meeting."""
+
+    host: str
+    port: int
+    node: int
+    nodes: int
+    round: str
+    seconds: float
+    description: str
+
+    @property
+    def address(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def key(self, what: str, node: int) -> str:
+        return f"weightcached/{self.round}/{what}/{node}"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there and nowhere else; the caller closes it. `ConnectionFailed` with what to do.
+
+    A port that a rendezvous has just left can be had again at once.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=512)  # sets SO_REUSEADDR
+    except OSError as error:
+        raise refused(host, port, error) from error
+
+
+def refused(host: str, port: int, error: OSError) -> ConnectionFailed:
+    """Why node 0 cannot have a port of that address, of TCP or UDP."""
+    problem = {
+        errno.EADDRINUSE: "is in use by another program on this node; end it, or give all nodes another master_port",
+        errno.EADDRNOTAVAIL: "is no address of this node; master_addr is that of node 0, is this node_rank = 0?",
+        errno.EACCES: "may not be listened on by this user; take a master_port of 1024 or more",
+        errno.EAFNOSUPPORT: "needs internet sockets, which the unit forbids; see network.conf.example beside the unit",
+    }.get(error.errno or 0, f"cannot be listened on: {error.strerror or error}")
+    return ConnectionFailed(path=f"{host}:{port}", problem=problem)

@@ -1,0 +1,284 @@
+"""Which nodes of a cluster are there, by their datagrams, and when they must agree anew. No sockets, no clock.
+
+    node n ─ beat ─► node 0      every keep_alive seconds, and when something has changed
+    node n ◄─ view ─ node 0      in answer to each, and when something has changed
+
+Times are seconds of the receiver's monotonic clock, and what is sent are ages: no node ever compares its clock with
+another one's. Datagrams are JSON of bounded size; what is malformed or of another cluster is dropped and counted.
+
+    round    a number that node 0 gives out when every node is there, has its shards in place, and something of that is
+             not what was agreed on last. Each node then takes part in one rendezvous (`rounds`). A node that falls
+             silent in the middle does not end it, since datagrams are lost: its successor does, or the time-out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from ..checkpoint.digest import json_digest
+
+FORMAT = 1  # of the datagrams; another number is another cluster's
+BEAT_BYTES = 2048
+VIEW_BYTES = 60_000  # a datagram may have 65,507
+MISSED = 3  # signs of life; then a node is gone
+PROBLEM_CHARS = 300  # 1,200 bytes at most, which fit into a beat
+NAME_CHARS = 64  # of a boot and a digest
+RETIRED = 16  # former processes of a node that are remembered
+
+Fields = dict[str, Callable[[Any], bool]]
+Reported = Literal["loading", "loaded", "leaving"]
+State = Literal["unknown", "loading", "loaded", "gone"]
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A node's sign of life. `boot` is random for each process, `digest` that of its description, `attempt` counts
+    rounds that failed here alone; with any of the three changed the nodes must agree anew. `number` grows with each
+    one sent, since datagrams overtake one another."""
+
+    node: int
+    nodes: int
+    boot: str
+    state: Reported
+    digest: str
+    number: int = 0
+    attempt: int = 0
+    problem: str | None = None
+
+    @property
+    def claim(self) -> tuple[str, str, int]:
+        return self.boot, self.digest, self.attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is known of a node: `age` in seconds since it was last heard of, None if never."""
+
+    state: State = "unknown"
+    address: str | None = None
+    age: float | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What node 0 tells the others. `round` 0: there is none now. `refused`: why it does not count the receiver."""
+
+    boot: str
+    round: int
+    nodes: tuple[Seen, ...]
+    number: int = 0
+    refused: str | None = None
+
+
+def cluster_id(master_port: int) -> str:
+    """What all datagrams of a cluster carry, so that another one's are told apart. No secret."""
+    return json_digest(["weightcached cluster", FORMAT, master_port])[:16]
+
+
+def encode(cluster: str, content: Beat | View) -> bytes:
+    """As a datagram. Of a view that is too large for one, the problems of the nodes are left out."""
+    if isinstance(content, Beat):
+        return _encoded(cluster, "beat", content)
+    data = _encoded(cluster, "view", content)
+    if len(data) <= VIEW_BYTES:
+        return data
+    return _encoded(
+        cluster, "view", replace(content, nodes=tuple(replace(item, problem=None) for item in content.nodes))
+    )
+
+
+def _encoded(cluster: str, what: str, content: Beat | View) -> bytes:
+    message = {"cluster": cluster, what: asdict(content)}
+    return json.dumps(message, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
+
+
+class Datagrams:
+    """What comes in, checked; what is dropped is counted in `dropped`."""
+
+    def __init__(self, cluster: str, nodes: int) -> None:
+        self.dropped: Counter[str] = Counter()
+        self._cluster = cluster
+        self._nodes = nodes
+
+    def beat(self, data: bytes) -> Beat | None:
+        """A node's beat; its number of nodes may be wrong, which `Members.heard` says."""
+        content = self._content(data, "beat", BEAT_BYTES)
+        if content is None:
+            return None
+        if not _fits(content, _BEAT) or not 0 < content["node"] < content["nodes"]:
+            self._malformed()
+            return None
+        return Beat(**content)
+
+    def view(self, data: bytes) -> View | None:
+        """What node 0 says."""
+        content = self._content(data, "view", VIEW_BYTES)
+        if content is None:
+            return None
+        seen = content["nodes"] if _fits(content, _VIEW) else [None]
+        if not all(isinstance(item, dict) and _fits(item, _SEEN) for item in seen):
+            self._malformed()
+            return None
+        nodes = tuple(Seen(**item) for item in content.pop("nodes"))
+        if len(nodes) != self._nodes and content["refused"] is None:
+            self._malformed()
+            return None
+        return View(nodes=nodes, **content)
+
+    def _content(self, data: bytes, what: str, most: int) -> dict[str, Any] | None:
+        try:
+            message = json.loads(data) if len(data) <= most else None
+        except (ValueError, RecursionError):
+            message = None
+        if not isinstance(message, dict) or not isinstance(message.get(what), dict):
+            self._malformed()
+            return None
+        if message.get("cluster") != self._cluster:
+            self.dropped["foreign"] += 1
+            return None
+        return dict(message[what])
+
+    def _malformed(self) -> None:
+        self.dropped["malformed"] += 1
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1 << 53
+
+
+def _is_count(value: object) -> bool:
+    return _is_number(value) and isinstance(value, int)
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= NAME_CHARS
+
+
+def _is_text(value: object) -> bool:
+    return value is None or isinstance(value, str)
+
+
+_BEAT: Fields = {
+    "node": _is_count,
+    "nodes": _is_count,
+    "boot": _is_name,
+    "state": lambda value: value in get_args(Reported),
+    "digest": _is_name,
+    "number": _is_count,
+    "attempt": _is_count,
+    "problem": _is_text,
+}
+_VIEW: Fields = {
+    "boot": _is_name,
+    "round": _is_count,
+    "nodes": lambda value: isinstance(value, list),
+    "number": _is_count,
+    "refused": _is_text,
+}
+_SEEN: Fields = {
+    "state": lambda value: value in get_args(State),
+    "address": _is_text,
+    "age": lambda value: value is None or _is_number(value),
+    "problem": _is_text,
+}
+
+
+def _fits(content: dict[str, Any], wanted: Fields) -> bool:
+    """Whether it has exactly these fields, each of its kind."""
+    return content.keys() == wanted.keys() and all(fits(content[name]) for name, fits in wanted.items())
+
+
+@dataclass(slots=True)
+class Member:
+    """A node as node 0 knows it."""
+
+    beat: Beat
+    address: Any
+    heard: float
+    retired: list[str] = field(default_factory=list)  # boots of its processes before this one
+
+
+class Members:
+    """Node 0's table of the nodes, itself among them."""
+
+    def __init__(self, nodes: int, keep_alive: float) -> None:
+        self.round = 0  # the one that was given out last
+        self._count = nodes
+        self._keep_alive = keep_alive
+        self._members: dict[int, Member] = {}
+        self._given_out_for: dict[int, tuple[str, str, int]] | None = None
+
+    def heard(self, beat: Beat, address: Any, now: float) -> str | None:
+        """Takes in a beat. Returns why the node is not counted, None if it is."""
+        if beat.nodes != self._count:
+            return f"nodes = {beat.nodes} in the config of node {beat.node}, {self._count} in that of node 0"
+        known = self._members.get(beat.node)
+        if known is None:
+            self._members[beat.node] = Member(beat, address, now)
+            return None
+        if beat.boot != known.beat.boot:
+            if beat.boot in known.retired:
+                return f"two services say that they are node {beat.node}; the other one is at {_host(known.address)}"
+            known.retired = [*known.retired, known.beat.boot][-RETIRED:]
+        elif beat.number < known.beat.number:
+            return None  # overtaken by a later one
+        known.beat, known.address, known.heard = beat, address, now
+        return None
+
+    def seen(self, now: float) -> tuple[Seen, ...]:
+        """Every node as it is now, in their order."""
+        return tuple(self._seen(node, now) for node in range(self._count))
+
+    def addresses(self) -> list[tuple[int, Any]]:
+        """The nodes that views go to, each with its address."""
+        return [(node, member.address) for node, member in self._members.items() if node != 0]
+
+    def current(self) -> int:
+        """The round that the nodes are to take part in, or have: 0 if what it was given out for has changed."""
+        return self.round if self._given_out_for == self._claims() else 0
+
+    def next_round(self, now: float) -> int:
+        """Gives out the next round if there is need for one and all nodes can take part; else `current`."""
+        if self.current() == 0:
+            self._given_out_for = None
+            if all(item.state == "loaded" for item in self.seen(now)):
+                self.round += 1
+                self._given_out_for = self._claims()
+        return self.current()
+
+    def _claims(self) -> dict[int, tuple[str, str, int]]:
+        return {node: member.beat.claim for node, member in self._members.items()}
+
+    def _seen(self, node: int, now: float) -> Seen:
+        member = self._members.get(node)
+        if member is None:
+            return Seen()
+        age = max(now - member.heard, 0.0)
+        said = member.beat.state
+        state: State = "gone" if said == "leaving" or age > MISSED * self._keep_alive else said
+        return Seen(state, _host(member.address), round(age, 1), member.beat.problem)
+
+
+def changes(before: Iterable[Seen], after: Iterable[Seen], me: int) -> list[tuple[bool, str]]:
+    """Sentences for the journal on what has become of the other nodes, each with whether it is bad news."""
+    found = []
+    for node, (was, now) in enumerate(zip(before, after, strict=True)):
+        if node == me or (was.state == now.state and was.problem == now.problem):
+            continue
+        if now.state == "gone":
+            why = now.problem or f"nothing heard of it for {now.age or 0.0:.1f} s"
+            found.append((True, f"node {node} is gone: {why}; what is here stays"))
+        elif was.state in ("unknown", "gone"):
+            found.append((False, f"node {node} is {'back' if was.state == 'gone' else 'there'}, {now.state}"))
+        elif now.state != was.state:
+            found.append((False, f"node {node} is {now.state}"))
+    return found
+
+
+def _host(address: Any) -> str | None:
+    return None if address is None else str(address[0])
