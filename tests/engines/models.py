@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.client.handmade import RunningWorker, make_shard, read_file
 from weightcached.checkpoint.digest import digest_checkpoint
@@ -33,6 +35,22 @@ def save_random(model: Any, folder: Path) -> Path:
             if tensor.is_floating_point():
                 tensor.copy_(torch.rand(tensor.shape, generator=generator) * 0.2 + 0.01)
     model.save_pretrained(folder)
+    return folder
+
+
+def to_fp8(folder: Path, quantization: dict[str, Any], scale: str = "_scale_inv") -> Path:
+    """Stores the projections of the model in `folder` in FP8, with a scale for each block, or row without blocks."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if "_proj.weight" in name]:
+        rows, columns = tensors[name].shape
+        high, wide = quantization.get("weight_block_size") or (1, columns)
+        blocks = tensors[name].float().reshape(rows // high, high, columns // wide, wide)
+        scales = blocks.abs().amax(dim=(1, 3)) / 448.0
+        tensors[name] = (blocks / scales[:, None, :, None]).reshape(rows, columns).to(torch.float8_e4m3fn)
+        tensors[f"{name}{scale}"] = scales
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
     return folder
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..client.attach import Weights
+from ..client.weights import Weights
 from ..errors import EngineError
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ def match_names(model: PreTrainedModel, weights: Weights) -> Assignment:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     persistent = set(model.state_dict())
     buffers = {name: value for name, value in model.named_buffers(remove_duplicate=False) if name in persistent}
-    _refuse_rewriting(model, weights)
     placed, unexpected = _place(model, weights, parameters.keys() | buffers.keys())
     assignment, missing, wrong = Assignment(), [], []
     for names in _groups(parameters | buffers):
@@ -64,13 +63,32 @@ def match_names(model: PreTrainedModel, weights: Weights) -> Assignment:
         *_listed("not in the cache", missing),
         *_listed("not in the model", unexpected),
         *_listed("of another kind", wrong),
-        *_renamed(model, unexpected),
     ]
     if problems:
         raise EngineError(
             problem=f"{type(model).__name__} does not fit {weights.manifest.model}: {'; '.join(problems)}"
         )
     return assignment
+
+
+def conversion(model: PreTrainedModel, names: Iterable[str]) -> str | None:
+    """What transformers does to a checkpoint's tensors of these names while it loads them, as half a sentence.
+
+    None where it takes them as they are. Tensors that it fuses, splits or transposes count even if names and shapes
+    happen to fit; names that it changes count where the model does not have them.
+    """
+    names = list(names)
+    conversions = _conversions(model)
+    rewriting = [item for item in conversions if getattr(item, "operations", None)]
+    touched = [name for name in names if any(item.rename_source_key(name)[1] is not None for item in rewriting)]
+    if touched:
+        return f"transformers rewrites weights while it loads them ({_listed('rewritten', touched)[0]})"
+    targets = {name for name, _ in model.named_parameters(remove_duplicate=False)} | set(model.state_dict())
+    _, unexpected = _place(model, names, targets)
+    renamed = [name for name in unexpected if any(item.rename_source_key(name)[0] != name for item in conversions)]
+    if renamed:
+        return f"transformers renames tensors while it loads them ({_listed('renamed', renamed)[0]})"
+    return None
 
 
 def _groups(named: dict[str, torch.Tensor]) -> Iterable[list[str]]:
@@ -81,14 +99,14 @@ def _groups(named: dict[str, torch.Tensor]) -> Iterable[list[str]]:
     return groups.values()
 
 
-def _place(model: PreTrainedModel, weights: Weights, targets: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """Model name -> cached name for all that meet, and the cached names that meet nothing."""
+def _place(model: PreTrainedModel, found: Iterable[str], targets: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Model name -> found name for all that meet, and the found names that meet nothing."""
     targets = set(targets)
     computed = {name for name, _ in model.named_buffers(remove_duplicate=False)} - targets
     computed_leaves = {leaf for leaf in ("position_ids", "rotary_emb.inv_freq") if any(map(_ends(leaf), computed))}
     prefix = f"{model.base_model_prefix}."
     placed, unexpected, stripped = {}, [], False
-    for name in weights:
+    for name in found:
         if name in targets:
             placed[name] = name
         elif name.startswith(prefix) and name.removeprefix(prefix) in targets:
@@ -143,27 +161,6 @@ def _conversions(model: PreTrainedModel) -> list[Any]:
     except ImportError:
         return []
     return list(get_model_conversion_mapping(model))
-
-
-def _refuse_rewriting(model: PreTrainedModel, weights: Weights) -> None:
-    """Refuses what transformers would rewrite (fuse, split, transpose), even if names and shapes happen to fit."""
-    rewriting = [item for item in _conversions(model) if getattr(item, "operations", None)]
-    touched = [name for name in weights if any(item.rename_source_key(name)[1] is not None for item in rewriting)]
-    if touched:
-        raise EngineError(
-            problem=f"transformers rewrites weights of {type(model).__name__} while it loads them, which is not "
-            f"supported yet; use from_pretrained ({_listed('rewritten', touched)[0]})"
-        )
-
-
-def _renamed(model: PreTrainedModel, unexpected: list[str]) -> list[str]:
-    """A hint where transformers knows the unexpected names under other ones."""
-    conversions = _conversions(model) if unexpected else []
-    if any(item.rename_source_key(name)[0] != name for item in conversions for name in unexpected):
-        return [
-            "transformers renames such tensors while it loads them, which is not supported yet; use from_pretrained"
-        ]
-    return []
 
 
 def _ignored(name: str, model: PreTrainedModel, attribute: str) -> bool:
