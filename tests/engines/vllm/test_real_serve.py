@@ -1,0 +1,128 @@
+"""The plug-in in `vllm serve`: engines in processes of their own, killed; the service killed; ranks; preloading.
+
+    WEIGHTCACHED_VLLM_PYTHON=/path/to/python pytest tests/engines/vllm/test_real_serve.py
+
+As test_real_vllm.py, which see; these take a minute for each start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.vllm import real
+from tests.engines.vllm.serving import Served, cached_memory, plugin_folder
+from tests.manager import Manager
+from tests.running import ROOT
+from weightcached.devices import gpu_devices
+
+PYTHON = os.environ.get("WEIGHTCACHED_VLLM_PYTHON", "")
+PROMPT = [100, 200, 300, 400]
+Start = Callable[..., Served]  # arguments of vLLM, options of the loader
+ON_CPU = pytest.mark.skipif(bool(gpu_devices()), reason="ranks and memory are those of a CPU here")
+
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="WEIGHTCACHED_VLLM_PYTHON names no interpreter that has vLLM"),
+    pytest.mark.timeout(1800),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense checkpoint."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    command = [PYTHON, "-m", "tests.engines.vllm.checkpoints", str(root), "qwen3"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+    return root / "qwen3"
+
+
+@contextlib.contextmanager
+def running(runtime_dir: Path, config: str) -> Iterator[Manager]:
+    made = Manager(runtime_dir, config)
+    try:
+        made.start().wait_for("READY=1", 300.0)
+        yield made
+        made.stop()
+    finally:
+        made.abandon()
+
+
+@pytest.fixture
+def serve(model: Path, tmp_path: Path) -> Iterator[Start]:
+    started: list[Served] = []
+
+    def start(*arguments: str, **options: object) -> Served:
+        started.append(Served(PYTHON, model, tmp_path, *arguments, **options))
+        return started[-1].ready()
+
+    yield start
+    for served in started:
+        served.kill()
+
+
+def test_killed_engines_and_a_killed_service(serve: Start, runtime_dir: Path) -> None:
+    """An engine that is killed finds its weights again. The service is killed under it: it goes on, and so does the
+    service with the same copy, which a second engine then shares."""
+    with running(runtime_dir, 'devices = "all"\n') as service:
+        first = serve()
+        assert "is loaded from disk" in first.log
+        tokens = first.complete(PROMPT)
+        first.kill()
+        second = serve(on_miss="fail")
+        assert "generation 1" in second.log
+        assert second.complete(PROMPT) == tokens
+        service.kill()
+        assert second.complete(PROMPT) == tokens
+        service.start().ready()
+        third = serve(on_miss="fail")
+        assert "generation 1" in third.log
+        assert third.complete(PROMPT) == second.complete(PROMPT) == tokens
+        if not gpu_devices():
+            for engine in (second, third):
+                (memory,) = [found for found in map(cached_memory, engine.processes()) if found["Rss"]]
+                assert memory["Pss"] <= memory["Rss"] // 2
+        second.kill()
+        third.kill()
+
+
+@ON_CPU
+def test_ranks_of_a_cpu(serve: Start, runtime_dir: Path) -> None:
+    """Tensor parallel ranks publish side by side, and both find their own."""
+    with running(runtime_dir, 'devices = ["host-0", "host-1"]\n'):
+        first = serve("--tensor-parallel-size", "2")
+        assert first.log.count("is loaded from disk") == 2
+        tokens = first.complete(PROMPT)
+        first.kill()
+        second = serve("--tensor-parallel-size", "2", on_miss="fail")
+        assert second.log.count("generation 1") == 2
+        assert second.complete(PROMPT) == tokens
+        second.kill()
+
+
+def test_a_service_preloads_by_the_command(
+    serve: Start, model: Path, runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`publisher = [...]`: the service is ready when the weights are cached; the first engine is a hit."""
+    path = str(ROOT) if gpu_devices() else f"{plugin_folder(tmp_path)}:{ROOT}"
+    config = f"""devices = "all"
+[[model]]
+name = "served"
+checkpoint = "{model}"
+publisher = ["env", "PYTHONPATH={path}", "{PYTHON}", "-m", "weightcached.engines.vllm", "preload", "{model}",
+             "--enforce-eager", "--max-model-len", "256"]
+"""
+    for name, value in real.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    with running(runtime_dir, config):
+        engine = serve(on_miss="fail")
+        assert "served generation 1" in engine.log
+        tokens = engine.complete(PROMPT)
+        engine.kill()
+        disk = serve("--load-format", "auto")
+        assert disk.complete(PROMPT) == tokens
+        disk.kill()
