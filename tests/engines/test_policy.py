@@ -95,6 +95,19 @@ def warned_once(caplog: Caplog, reason: str) -> None:
     assert reason in warning, warning
 
 
+def wait_until_it_listens(path: Path, seconds: float = 30.0) -> None:
+    """Nothing announces that: between bind(2) and listen(2) the socket is there, and refuses."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+            try:
+                client.connect(str(path))
+                return
+            except (FileNotFoundError, ConnectionRefusedError):
+                time.sleep(0.001)  # as early as can be; the service says nothing before
+    raise AssertionError(f"nobody listens at {path}")
+
+
 @contextlib.contextmanager
 def quick(seconds: float = 10.0) -> Iterator[None]:
     """What is inside takes far less than the 30 s that a wait would."""
@@ -323,12 +336,11 @@ class TestLoading:
         assert "tiny is not on host-0: " in warning, warning
 
     def test_a_service_that_starts(self, folder: Path, runtime_dir: Path, tracer: Tracer, caplog: Caplog) -> None:
-        """Its socket is bound before it knows its models: a fallback waits until it can say, then for the load."""
+        """Its socket listens before it knows its models: a fallback waits until it can say, then for the load."""
         tracer.release()
         service = RunningService(runtime_dir, config(folder, "preload = true"))
         try:
-            while not socket_path(DEVICE).exists():
-                time.sleep(0.001)  # as early as can be; the service says nothing before
+            wait_until_it_listens(socket_path(DEVICE))
             module = attached(wanted(folder), options("fallback"))
             assert module is not None and run(module) == VALUES
             assert not said(caplog)

@@ -285,7 +285,7 @@ def test_more_than_the_limits_is_refused(worker: WorkerProcess) -> None:
     head["slabs"] = [{"nbytes": 1}] * 253
     slabs = f'{json.dumps(head)}\n{{"tensors":[],"aliases":{{}}}}\n'.encode()
     cases = (
-        (many, "tensors and aliases, at most"),
+        (many, "tensors, aliases and attributes, at most"),
         (slabs, "253 slabs, at most 252"),
         (None, "at most 33554432 are read"),
     )
