@@ -226,6 +226,10 @@ def test_unknown_keys(load: Load, text: str, problem: str) -> None:
         ('[[model]]\nname = "a"\ncheckpoint = 1', "model[0].checkpoint: 1 is no path"),
         ('[[model]]\nname = "a"\ncheckpoint = "~no-such-user-here/a"', 'model[0].checkpoint: "~no-such-user-here/a": '),
         (MODEL + MODEL, 'model: "minilm" is the name of model[0] and of model[1]'),
+        (
+            MODEL + 'on_mismatch = "reload"\n' + MODEL.replace('"minilm"', '"minilm.tp2"'),
+            'model: "minilm.tp2" is what on_mismatch = "reload" calls a slicing of "minilm"; rename it',
+        ),
     ],
 )
 def test_bad_values(load: Load, text: str, problem: str) -> None:

@@ -53,6 +53,7 @@ from .config_values import (
 from .devices import is_host
 from .errors import ConfigError
 from .parallel.ranks import Parallel, Placement
+from .parallel.slicings import parse_name
 from .paths import check_instance
 from .text import MODEL_NAME
 
@@ -217,6 +218,10 @@ def _unique_names(models: tuple[ModelConfig, ...]) -> tuple[ModelConfig, ...]:
         if model.name in first:
             raise ValueError(f'"{model.name}" is the name of model[{first[model.name]}] and of model[{index}]')
         first[model.name] = index
+    for model in models:
+        of = parse_name(model.name)
+        if of is not None and of[0] in first and models[first[of[0]]].on_mismatch == "reload":
+            raise ValueError(f'"{model.name}" is what on_mismatch = "reload" calls a slicing of "{of[0]}"; rename it')
     return models
 
 
