@@ -27,7 +27,7 @@ from .checkpoint.fileset import open_checkpoint
 from .checkpoint.remembered import SETTLED_NS, digest_once, recall
 from .errors import CheckpointChanged, CheckpointError, ProtocolError, WeightCacheError, to_wire
 from .fds import raise_descriptor_limit
-from .shard.manifest import SourceFile
+from .shard.manifest import SourceFile, changed_files
 from .wire import framing
 
 THREADS = 1  # more would only take more of the disk
@@ -92,10 +92,8 @@ def digest(path: Path, files: list[SourceFile]) -> dict[str, Any]:
 
 def _require_same(folder: Path, recorded: list[SourceFile], now: list[SourceFile]) -> None:
     """`CheckpointChanged` names the first file that is not in both, with the same stat tuple."""
-    was, found = ({file.name: file.stat for file in listed} for listed in (recorded, now))
-    for name in sorted(was.keys() | found.keys()):
-        if was.get(name) != found.get(name):
-            raise CheckpointChanged(file=str(folder / name), problem="is not the file any more that was loaded")
+    if changed := changed_files(recorded, now):
+        raise CheckpointChanged(file=str(folder / changed[0]), problem="is not the file any more that was loaded")
 
 
 def _receive(channel: socket.socket) -> tuple[Path, list[SourceFile]]:

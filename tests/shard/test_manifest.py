@@ -31,6 +31,7 @@ from weightcached.shard.manifest import (
     SourceFile,
     TensorEntry,
     TensorTable,
+    changed_files,
     check_checksums,
     check_overlaps,
     check_table,
@@ -587,3 +588,12 @@ def test_attributes_and_further_roles_come_back() -> None:
     assert again == table
     assert [type(value) for value in again.attributes.values()] == [float, float, int, bool, str, type(None)]
     manifest.check_table(head(tensor_count=3), again)
+
+
+def test_which_files_changed() -> None:
+    """Those that came, that went, and those with another stat tuple, by name; a digest says nothing of it."""
+    same, old, gone = (SourceFile(name, 1, number, 10, 5, 5) for number, name in enumerate(("same", "old", "gone")))
+    new, come = replace(old, mtime_ns=6), replace(gone, name="come")
+
+    assert changed_files([same, old, gone], [come, new, replace(same, digest="d")]) == ["come", "gone", "old"]
+    assert changed_files([same, old], [old, same]) == []

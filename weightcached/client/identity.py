@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import DigestPending, NoSuchModel, OtherContent, TimedOut
-from ..shard.key import STAT_CONTENT, ShardKey
-from ..shard.manifest import SourceFile, known_fields
+from ..shard.key import STAT_CONTENT
+from ..shard.manifest import SourceFile, read_key, source_files
 from ..wire.connection import Connection, seconds_left
 from ..wire.messages import Status, Subscribe
 
@@ -217,7 +217,7 @@ def _candidates(shards: Iterable[Shard], wanted: Wanted) -> list[Shard]:
         and wanted.model in (None, shard["model"])
         and shard["key"]["layout"] == key["layout"]
     ]
-    return sorted(named, key=lambda shard: bool(ShardKey(**known_fields(ShardKey, shard["key"])).differences(key)))
+    return sorted(named, key=lambda shard: bool(read_key(shard["key"]).differences(key)))
 
 
 def _by_stat(shard: Shard) -> bool:
@@ -227,8 +227,7 @@ def _by_stat(shard: Shard) -> bool:
 
 def _files_of(shard: Shard) -> list[SourceFile]:
     """The files that a shard was loaded from, in the order in which a checkpoint's are: by name."""
-    files = (SourceFile(**known_fields(SourceFile, file)) for file in shard["files"])
-    return sorted(files, key=lambda file: file.name)
+    return sorted(source_files(shard["files"]), key=lambda file: file.name)
 
 
 def _known_of(shard: Shard) -> list[Digests]:

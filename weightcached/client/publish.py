@@ -23,6 +23,7 @@ from ..shard.manifest import (
     SlabEntry,
     SourceFile,
     TensorTable,
+    changed_files,
     check_overlaps,
     check_table,
     read_documents,
@@ -255,8 +256,7 @@ def _files(checkpoint: str | os.PathLike[str] | None, files: Sequence[SourceFile
     present = checkpoint_files(checkpoint)
     if files is None:
         return present
-    before, now = ({file.name: file.stat for file in listed} for listed in (files, present))
-    if changed := sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name)):
+    if changed := changed_files(files, present):
         raise CheckpointChanged(
             file=str(checkpoint),
             problem=f"{', '.join(changed)} changed while the engine loaded; nothing is published, load it again",

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from ..client.target import worker_socket
 from ..errors import ModelError, ModelFailed, ModelLoading, ModelNotLoaded, TimedOut, WeightCacheError
 from ..paths import check_runtime_dir, control_path
-from ..shard.key import ShardKey
-from ..shard.manifest import SourceFile, known_fields, source_files
+from ..shard.manifest import SourceFile, read_key, source_files
 from ..wire.connection import Connection, seconds_left
 from ..wire.messages import Request, Status, Subscribe
 
@@ -133,7 +132,7 @@ def in_another_form(
 
 
 def _differences(shard: Shard, key: Mapping[str, Any]) -> dict[str, list[Any]]:
-    return ShardKey(**known_fields(ShardKey, shard["key"])).differences(dict(key))
+    return read_key(shard["key"]).differences(dict(key))
 
 
 def _same_files(theirs: str | None, ours: Path | None) -> bool:

@@ -19,8 +19,7 @@ import safetensors
 
 from ..client.target import Target, resolve, worker_socket
 from ..errors import NoSuchDevice, ServiceNotRunning, TimedOut, WeightCacheError
-from ..shard.key import ShardKey
-from ..shard.manifest import known_fields, source_files
+from ..shard.manifest import read_key, source_files
 from ..wire.connection import Connection
 from ..wire.messages import Status
 
@@ -138,7 +137,7 @@ def _choose(shards: list[dict[str, Any]], stat: Stat) -> tuple[dict[str, Any] | 
     for shard in shards:
         if shard["state"] != "cached" or stat not in (file.stat for file in source_files(shard["files"])):
             continue
-        differences = ShardKey(**known_fields(ShardKey, shard["key"])).differences(_WHOLE)
+        differences = read_key(shard["key"]).differences(_WHOLE)
         if not differences:
             return shard, ""
         told = ", ".join(f"{field} {cached!r}" for field, (_, cached) in sorted(differences.items()))

@@ -65,6 +65,17 @@ def source_files(listed: Iterable[dict[str, Any]]) -> tuple[SourceFile, ...]:
     return tuple(SourceFile(**known_fields(SourceFile, file)) for file in listed)
 
 
+def changed_files(before: Iterable[SourceFile], now: Iterable[SourceFile]) -> list[str]:
+    """Names of files that are not in both with the same stat tuple, in order."""
+    was, found = ({file.name: file.stat for file in listed} for listed in (before, now))
+    return sorted(name for name in was.keys() | found.keys() if was.get(name) != found.get(name))
+
+
+def read_key(listed: dict[str, Any]) -> ShardKey:
+    """A shard's key as a worker's status lists it; to be compared, its tuples are lists."""
+    return ShardKey(**known_fields(ShardKey, listed))
+
+
 @dataclass(frozen=True, slots=True)
 class SlabEntry:
     """One slab: its length in bytes and, where it was computed, the digest of its content."""
