@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 
 class OwnedFd:
@@ -55,9 +56,9 @@ class OwnedFd:
     def __repr__(self) -> str:
         return f"OwnedFd({self._fd})" if self._fd >= 0 else "OwnedFd(closed)"
 
-    def __del__(self) -> None:
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         fd = getattr(self, "_fd", -1)
-        if fd >= 0:
+        if fd >= 0 and not ending():  # the process's end closes it, and modules may be gone
             self.close()  # first: a warning may be an exception
             warnings.warn(f"descriptor {fd} was never closed", ResourceWarning, stacklevel=2)
 

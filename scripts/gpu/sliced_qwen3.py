@@ -106,17 +106,19 @@ def write(folder: Path, shape: Shape) -> int:
         file.write(struct.pack("<Q", len(text)) + text)
         for name, size in shape.tensors().items():
             count = torch.Size(size).numel()
-            blocks = [(start, min(_BLOCK, count - start)) for start in range(0, count, _BLOCK)]
+            blocks = [min(_BLOCK, count - start) for start in range(0, count, _BLOCK)]
             make = _ones if "norm" in name else _small
             for start in range(0, len(blocks), 8):  # so many are in memory at once
-                for data in pool.map(make, [length for _, length in blocks[start : start + 8]]):
+                for data in pool.map(make, blocks[start : start + 8]):
                     file.write(memoryview(data.numpy()))
     return path.stat().st_size
 
 
 def _small(count: int) -> torch.Tensor:
     """Random bits of sign and mantissa around an exponent: no NaN, nothing that overflows."""
-    return torch.empty(count, dtype=torch.int16).random_(-(1 << 15), 1 << 15) & -0x7F81 | 0x3C00
+    generator = torch.Generator()  # that of the process is locked while it is used: threads would take turns
+    generator.seed()
+    return torch.empty(count, dtype=torch.int16).random_(-(1 << 15), 1 << 15, generator=generator) & -0x7F81 | 0x3C00
 
 
 def _ones(count: int) -> torch.Tensor:

@@ -4,7 +4,8 @@ The argument is one JSON object: "model", "devices" (by rank), "shape", "socket"
 model's logits, which a rank of one writes), "backend". RANK and WORLD_SIZE are in the environment, as of torchrun.
 "names", if it is there, has a model's name for each rank. Every line that comes is answered by one JSON object:
 
-    forward    {"difference"}: of the logits from the reference's, relative, by their norms
+    forward    {"difference", "agreeing"}: of the logits from the reference's, relative, by their norms; the share of
+               positions at which the same logit is the largest
     end        {"ended"}
 
 The first answer comes unasked: {"rank", "device", "seconds"} of the attach, or {"error"} of it, with which it ends.
@@ -70,7 +71,9 @@ def serve(lines: Any, job: dict[str, Any], rank: int, size: int) -> int:
         if size == 1:
             torch.save(logits, job["reference"])
         whole = torch.load(job["reference"], weights_only=True)
-        say(lines, {"rank": rank, "difference": float((logits - whole).norm() / whole.norm())})
+        difference = float((logits - whole).norm() / whole.norm())
+        agreeing = float((logits.argmax(-1) == whole.argmax(-1)).float().mean())
+        say(lines, {"rank": rank, "difference": difference, "agreeing": agreeing})
     if size > 1:
         dist.destroy_process_group()
     say(lines, {"rank": rank, "ended": True})

@@ -179,9 +179,10 @@ class Ranks:
             self.close()
             raise
 
-    def forward(self) -> float:
-        """The largest difference of a rank's logits from the whole model's."""
-        return max(float(answer["difference"]) for answer in self._ask("forward"))
+    def forward(self) -> tuple[float, float]:
+        """Of a rank's logits and the whole model's: the largest difference, and the least share of equal choices."""
+        answers = self._ask("forward")
+        return max(float(item["difference"]) for item in answers), min(float(item["agreeing"]) for item in answers)
 
     def end(self) -> None:
         """Ends them in order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 _SCALARS = frozenset({str, bytes, int, float, bool, type(None)})  # a vocabulary, say, has very many
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 _OF_TORCH = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})  # of torch.nn.Module
 
 
@@ -67,54 +69,69 @@ def held_tensors(module: torch.nn.Module) -> Iterator[HeldTensor]:
 
     modules = dict(module.named_modules())
     packages = {type(part).__module__.partition(".")[0] for part in modules.values()} - {"torch", "builtins"}
+    of_packages: dict[type, bool] = {}  # whether objects of a class are looked into
     seen = {id(part) for part in modules.values()}
     left: list[tuple[str, Any]] = list(modules.items())
     while left:
         path, owner = left.pop()
-        for name, value, replace in _members(owner):
-            where = f"{path}.{name}".removeprefix(".")
+        for name, value in _members(owner):
+            cls = type(value)
+            if cls in _SCALARS:
+                continue
             if isinstance(value, torch.Tensor):
-                yield HeldTensor(where, value, replace)
-            elif id(value) not in seen and _looked_into(value, packages):
+                yield HeldTensor(_where(path, owner, name), value, _replacer(owner, name))
+                continue
+            if isinstance(value, _CONTAINERS):
+                inside = bool(value)
+            elif (known := of_packages.get(cls)) is not None:
+                inside = known
+            else:
+                inside = of_packages[cls] = _looked_into(value, packages)
+            if inside and id(value) not in seen:
                 seen.add(id(value))
-                left.append((where, value))
+                left.append((_where(path, owner, name), value))
 
 
-def _members(owner: Any) -> Iterator[tuple[str, Any, Callable[[torch.Tensor], None] | None]]:
-    """Name, value, and how to put another value there, of everything directly in a container or an object."""
+def _members(owner: Any) -> list[tuple[Any, Any]]:
+    """Key, index or name, and value, of everything directly in a container or an object: thousands in an engine."""
     if isinstance(owner, dict):
-        for key, value in list(owner.items()):
-            if type(value) not in _SCALARS:
-                yield f"[{key!r}]", value, functools.partial(owner.__setitem__, key)
-    elif isinstance(owner, list):
-        for index, value in enumerate(list(owner)):
-            if type(value) not in _SCALARS:
-                yield f"[{index}]", value, functools.partial(owner.__setitem__, index)
-    elif isinstance(owner, tuple | set | frozenset):
-        for index, value in enumerate(owner):
-            yield f"[{index}]", value, None
-    else:
-        yield from _attributes(owner)
+        return list(owner.items())
+    if isinstance(owner, _CONTAINERS):
+        return list(enumerate(owner))
+    # Past any __getattribute__ and property of the class.
+    found = list(getattr(owner, "__dict__", {}).items())
+    if "_parameters" in getattr(owner, "__dict__", {}):  # a torch.nn.Module
+        found = [item for item in found if item[0] not in _OF_TORCH]
+    for name in slot_names(type(owner)):
+        with contextlib.suppress(AttributeError):  # a slot that was never filled
+            found.append((name, object.__getattribute__(owner, name)))
+    return found
 
 
-def _attributes(owner: Any) -> Iterator[tuple[str, Any, Callable[[torch.Tensor], None] | None]]:
-    import torch
-
-    skipped = _OF_TORCH if isinstance(owner, torch.nn.Module) else frozenset()
-    for name in [*getattr(owner, "__dict__", {}), *slot_names(type(owner))]:
-        if name in skipped:
-            continue
-        try:
-            value = object.__getattribute__(owner, name)
-        except AttributeError:  # a slot that was never filled
-            continue
-        # Past any __setattr__ of the class: a module's would register a parameter, a frozen dataclass would refuse.
-        yield name, value, functools.partial(object.__setattr__, owner, name)
+def _where(path: str, owner: Any, name: Any) -> str:
+    return f"{path}.{f'[{name!r}]' if isinstance(owner, _CONTAINERS) else name}".removeprefix(".")
 
 
-def slot_names(cls: type) -> list[str]:
+def _replacer(owner: Any, name: Any) -> Callable[[torch.Tensor], None] | None:
+    """Puts another value there; past any __setattr__ of a class: a frozen dataclass would refuse."""
+    if isinstance(owner, dict | list):
+        return functools.partial(owner.__setitem__, name)
+    if isinstance(owner, _CONTAINERS):
+        return None
+    return functools.partial(object.__setattr__, owner, name)
+
+
+def slot_names(cls: type) -> tuple[str, ...]:
     """Attributes that objects of a class have beside their `__dict__`, as Python declares them in `__slots__`."""
-    return sorted({name for base in cls.__mro__ for name in _slots(base)} - {"__weakref__"})
+    return _cached_slot_names(cls)
+
+
+def _slot_names(cls: type) -> tuple[str, ...]:
+    return tuple(sorted({name for base in cls.__mro__ for name in _slots(base)} - {"__weakref__"}))
+
+
+# Told what it takes: mypy finds that a class is not hashable.
+_cached_slot_names: Callable[[type], tuple[str, ...]] = functools.lru_cache(maxsize=1024)(_slot_names)
 
 
 def _slots(cls: type) -> Iterable[str]:
@@ -128,10 +145,6 @@ def _mangled(name: str) -> bool:
 
 
 def _looked_into(value: Any, packages: set[str]) -> bool:
-    if isinstance(value, dict | list | tuple | set | frozenset):
-        return bool(value)
-    if isinstance(value, type):
-        return False
-    if type(value).__module__.partition(".")[0] not in packages:
+    if isinstance(value, type) or type(value).__module__.partition(".")[0] not in packages:
         return False
     return hasattr(value, "__dict__") or bool(slot_names(type(value)))

@@ -13,8 +13,9 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
@@ -180,8 +181,8 @@ class CudaSlab:
         handle, self._handle = self._handle, None
         with ExitStack() as on_error:
             with self._undo:  # releases the handle as well: the descriptor keeps the memory
-                result = driver().cuMemExportToShareableHandle(handle, _posix_fd(), 0)
-                fd = OwnedFd(check(result, "cuMemExportToShareableHandle"))
+                exported = driver().cuMemExportToShareableHandle(handle, _posix_fd(), 0)
+                fd = OwnedFd(check(exported, "cuMemExportToShareableHandle"))
                 on_error.callback(fd.close)
                 os.set_inheritable(fd.fileno(), False)
             on_error.pop_all()
@@ -191,8 +192,8 @@ class CudaSlab:
         self._handle = None
         self._undo.close()
 
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None:
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if getattr(self, "_handle", None) is not None and not ending():
             warnings.warn("a CUDA slab was neither sealed nor closed", ResourceWarning, stacklevel=2)
             self.close()
 
@@ -288,8 +289,8 @@ class CudaMapping:
         with undo:
             self.unmap()
 
-    def __del__(self) -> None:
-        if getattr(self, "_undo", None):
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if getattr(self, "_undo", None) and not ending():
             warnings.warn("a CUDA mapping was never closed", ResourceWarning, stacklevel=2)
             self.close()
 
@@ -379,8 +380,7 @@ def _require_location(ordinal: int, handle: Any) -> None:
 
 
 def _wrong_size(error: DeviceError, index: int, nbytes: int) -> DeviceError | ManifestError:
-    # A part of an allocation is CUDA_ERROR_NOT_SUPPORTED, more than an allocation CUDA_ERROR_INVALID_VALUE.
-    if error.fields.get("status") in ("CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_INVALID_VALUE"):
+    if error.fields.get("status") in ("CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_INVALID_VALUE"):  # a part of it; too much
         return ManifestError(problem=f"slab {index} is not of the {nbytes} bytes listed ({error.problem})")
     return error
 

@@ -18,7 +18,7 @@ import torch
 from tests.client.handmade import DEVICE, RunningWorker
 from tests.engines.models import TINY, assert_same, cache, outputs, save_random
 from tests.running import ROOT, import_path
-from weightcached.engines.transformers import from_cache, processed
+from weightcached.engines.transformers import from_cache
 from weightcached.errors import EngineError, KeyMismatch
 
 transformers = pytest.importorskip("transformers")
@@ -193,16 +193,6 @@ def test_changed_files_are_not_the_published_ones(worker: RunningWorker, tmp_pat
     with pytest.raises(EngineError, match="would load and publish it"):
         from_cache(folder, device=DEVICE)
     assert_same(from_cache(folder, device=DEVICE, on_miss="fallback"), model.eval())
-
-
-def test_names(tmp_path: Path) -> None:
-    """Names are the service's, and tell folders of one name and layouts of one folder apart."""
-    names = {
-        processed._name(tmp_path / "a" / "Qwen 3", "x"),
-        processed._name(tmp_path / "b" / "Qwen 3", "x"),
-        processed._name(tmp_path / "b" / "Qwen 3", "y"),
-    }
-    assert len(names) == 3 and all(name.startswith("Qwen-3.transformers-") for name in names)
 
 
 def test_a_dtype_that_the_config_asks_for(worker: RunningWorker, tmp_path: Path) -> None:

@@ -77,27 +77,42 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64, "intermediate_size": 128},
     ),
 }
+_LARGE: dict[str, Any] = {
+    "vocab_size": 32000,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+# For measurements; the number is their size in bytes.
+LARGE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-1g": ("Qwen3Config", {**_LARGE, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}),
+    "qwen3-8g": ("Qwen3Config", {**_LARGE, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 18}),
+}
 
 
 def make(folder: Path, kind: str, seed: int = 0) -> Path:
     """Writes the checkpoint into `folder`, in bfloat16, and gives the folder."""
     import transformers
 
-    name, changes = KINDS[kind]
+    name, changes = (KINDS | LARGE)[kind]
+    device = "cuda" if kind in LARGE and torch.cuda.is_available() else "cpu"  # minutes on a CPU
     config = getattr(transformers, name)(**{**_BASE, **changes})
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    generator = torch.Generator().manual_seed(seed)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for key, tensor in sorted(model.state_dict().items()):
             # Larger than a model has them: greedy tokens then differ from one set of weights to another.
-            made = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+            made = torch.randn(tensor.shape, generator=generator, dtype=torch.float32, device=device)
             if "norm" in key:
                 made = 1 + 0.1 * made
             elif tensor.dim() > 1:
                 made = made * (1.5 / tensor.shape[-1] ** 0.5)
             tensor.copy_(made)
-    model.save_pretrained(folder, max_shard_size="1MB")
+    model.save_pretrained(folder, max_shard_size="2GB" if kind in LARGE else "1MB")
     return folder
 
 

@@ -29,6 +29,9 @@ from typing import Any
 PROMPTS = ([1, 2, 3, 4, 5, 6, 7, 8], [100, 200, 300, 400], list(range(50, 90)))
 TOKENS = 16
 ENGINE = ("--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "256", "--max-num-seqs", "4")
+# On a GPU, unless --gpu-memory-utilization is given: no more of it than is needed, and no profile of what others take
+# of it meanwhile, so that several engines run on one.
+ON_GPU = ("--gpu-memory-utilization", "0.2", "--kv-cache-memory-bytes", str(256 << 20))
 
 # No network, and no more of a CPU than a test may take.
 ENVIRONMENT = {
@@ -49,18 +52,21 @@ class Report:
 
     loads: per model of the engine, in order: its class, whether it is shared with the cache, the generation, the bytes
     that are, and seconds in `load_model`. external: what vLLM was told of memory outside of it, in bytes; None if it
-    does not ask. tokens: greedy ones per prompt; repeated: whether a second time gave the same. reloaded: those after
-    a reload; spoilt: those before it, of weights that are all zero.
+    does not ask; external_seconds: what the answer took. tokens: greedy ones per prompt; repeated: whether a second
+    time gave the same. reloaded: those after a reload; spoilt: those before it, of weights that are all zero.
+    kv_tokens: how many the KV cache has room for.
     """
 
     vllm: str = ""
     platform: str = ""
     loads: list[dict[str, Any]] = field(default_factory=list)
     external: int | None = None
+    external_seconds: float = 0.0
     tokens: list[list[int]] | None = None
     repeated: bool | None = None
     reloaded: list[list[int]] | None = None
     spoilt: list[list[int]] | None = None
+    kv_tokens: int | None = None
 
 
 def main(arguments: list[str]) -> int:
@@ -78,6 +84,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--reload", action="store_true", help="reload the weights from disk, and generate again")
     parser.add_argument(
         "--reload-cached", action="store_true", help="spoil the weights, reload them from the cache, ..."
+    )
+    parser.add_argument(
+        "--until", help="a FIFO that is opened when all is done; the engine stays until its other end is closed"
     )
     parser.add_argument("--own-kernels", action="store_true", help="on a CPU, those that vLLM chooses")
     options, rest = parser.parse_known_args(arguments)
@@ -120,6 +129,10 @@ def import_vllm() -> None:
 
     if current_platform.is_cpu():
         importlib.import_module("vllm.v1.worker.cpu_worker")
+        return
+    for module in ("v1.worker.gpu.model_runner", "v1.attention.backends.flash_attn", "model_executor.models.qwen3"):
+        with contextlib.suppress(ImportError):  # of some versions
+            importlib.import_module(f"vllm.{module}")
 
 
 def preload(arguments: list[str]) -> int:
@@ -152,6 +165,8 @@ def run(options: argparse.Namespace, rest: list[str], report: Report) -> None:
     load_general_plugins()
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     given = ["--model", options.model, "--load-format", options.load_format, *ENGINE, *rest]
+    if not current_platform.is_cpu() and "--gpu-memory-utilization" not in rest:
+        given += ON_GPU
     if options.load_format != "auto":
         given += ["--model-loader-extra-config", options.extra]
     engine_args = EngineArgs.from_cli_args(parser.parse_args(given))
@@ -170,6 +185,10 @@ def run(options: argparse.Namespace, rest: list[str], report: Report) -> None:
 
     report.tokens = tokens()
     report.repeated = tokens() == report.tokens
+    cache = llm.llm_engine.vllm_config.cache_config
+    report.kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
+    if options.until:
+        Path(options.until).read_bytes()
     if options.reload:
         llm.collective_rpc("reload_weights")
         report.reloaded = tokens()
@@ -251,7 +270,9 @@ def watched(report: Report, describe_to: str | None) -> Iterator[None]:
 
         def asked(vllm_config: Any) -> int:
             assert ask is not None
+            started = time.perf_counter()
             report.external = ask(vllm_config)
+            report.external_seconds = round(time.perf_counter() - started, 4)
             return report.external
 
         loader.load_model = noted
@@ -276,7 +297,7 @@ def note(report: Report, model: Any, seconds: float, describe_to: str | None) ->
             "name": None if weights is None else weights.manifest.model,
             "generation": shared,
             "bytes": nbytes,
-            "seconds": round(seconds, 3),
+            "seconds": round(seconds, 4),
         }
     )
     if describe_to is not None:

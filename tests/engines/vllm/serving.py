@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.vllm import real
-from tests.running import ROOT, wait_for_end
+from tests.running import import_path, wait_for_end
 from weightcached.devices import gpu_devices
 
 READY = "Application startup complete"
@@ -57,10 +57,11 @@ class Served:
         self._model = str(model)
         self._changed = threading.Condition()
         environment = {**os.environ, **real.ENVIRONMENT}
-        environment["PYTHONPATH"] = str(ROOT) if gpu_devices() else f"{plugin_folder(folder)}:{ROOT}"
+        environment["PYTHONPATH"] = import_path() if gpu_devices() else f"{plugin_folder(folder)}:{import_path()}"
         command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--load-format", "weightcached"]
         command += ["--model-loader-extra-config", json.dumps(options)] if options else []
         command += ["--host", "127.0.0.1", "--port", str(self.port), *real.ENGINE, *arguments]
+        command += real.ON_GPU if gpu_devices() else ()
         self.process = subprocess.Popen(
             command,
             env=environment,
@@ -80,6 +81,10 @@ class Served:
             while READY not in self.log:
                 assert self._reader.is_alive(), self.log[-12000:]
                 assert self._changed.wait(end - time.monotonic()), self.log[-12000:]
+            while not self._listens():  # it does a moment after that line, and says nothing then
+                assert self.process.poll() is None, self.log[-12000:]
+                assert time.monotonic() < end, self.log[-12000:]
+                self._changed.wait(0.05)
         return self
 
     def complete(self, prompt: list[int]) -> list[int]:
@@ -125,6 +130,10 @@ class Served:
         self.process.wait(60)
         for pid in pids:
             wait_for_end(pid)
+
+    def _listens(self) -> bool:
+        with socket.socket() as asked:
+            return asked.connect_ex(("127.0.0.1", self.port)) == 0
 
     def _read(self) -> None:
         assert self.process.stdout is not None

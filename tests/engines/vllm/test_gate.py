@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +110,15 @@ def test_experts_that_prepare_themselves_are_told() -> None:
     assert gate._method(method) is None
     method.experts_cls = PackingExperts
     assert gate._method(method) == "UnquantizedFusedMoEMethod does not repeat what PackingExperts makes of the weights"
+
+
+@pytest.mark.parametrize("zen", [False, True])
+def test_experts_of_a_cpu(monkeypatch: pytest.MonkeyPatch, zen: bool) -> None:
+    """On AMD's Zen they keep to themselves that they have packed weights; elsewhere the parameters have it all."""
+    platforms: Any = ModuleType("vllm.platforms")
+    platforms.current_platform = SimpleNamespace(is_zen_cpu=lambda: zen)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    assert gate._repeated("CPUUnquantizedExperts") is not zen
 
 
 def test_weights_in_kernel_objects_are_not_published(

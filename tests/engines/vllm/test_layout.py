@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,17 +115,6 @@ def test_ngram_drafter_is_no_draft(vllm: Vllm, folder: Path) -> None:
     config = shaped.ModelConfig(folder)
     speculative = SimpleNamespace(draft_model_config=config, target_model_config=config)
     assert not layout.is_draft(shaped.vllm_config(config, speculative_config=speculative), config)
-
-
-def test_digest_knows_no_addresses_and_orders() -> None:
-    """It is the same in every process."""
-
-    class Color(enum.Enum):
-        RED = 1
-
-    assert layout.digest_of({"a": {1, 2}, "b": 1.0}) == layout.digest_of({"b": 1, "a": {2, 1}})
-    assert layout.digest_of(object()) == layout.digest_of(object())
-    assert layout.digest_of(Color.RED) != layout.digest_of(1)
 
 
 def test_folder_without_safetensors(vllm: Vllm, tmp_path: Path) -> None:

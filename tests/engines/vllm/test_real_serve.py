@@ -18,13 +18,13 @@ import pytest
 from tests.engines.vllm import real
 from tests.engines.vllm.serving import Served, cached_memory, plugin_folder
 from tests.manager import Manager
-from tests.running import ROOT
+from tests.running import ROOT, import_path
 from weightcached.devices import gpu_devices
 
 PYTHON = os.environ.get("WEIGHTCACHED_VLLM_PYTHON", "")
 PROMPT = [100, 200, 300, 400]
 Start = Callable[..., Served]  # arguments of vLLM, options of the loader
-ON_CPU = pytest.mark.skipif(bool(gpu_devices()), reason="ranks and memory are those of a CPU here")
+TWO_DEVICES = pytest.mark.skipif(len(gpu_devices()) == 1, reason="each rank needs a GPU, and there is one")
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="WEIGHTCACHED_VLLM_PYTHON names no interpreter that has vLLM"),
@@ -90,10 +90,10 @@ def test_killed_engines_and_a_killed_service(serve: Start, runtime_dir: Path) ->
         third.kill()
 
 
-@ON_CPU
-def test_ranks_of_a_cpu(serve: Start, runtime_dir: Path) -> None:
-    """Tensor parallel ranks publish side by side, and both find their own."""
-    with running(runtime_dir, 'devices = ["host-0", "host-1"]\n'):
+@TWO_DEVICES
+def test_tensor_parallel_ranks(serve: Start, runtime_dir: Path) -> None:
+    """Two ranks publish side by side, and both find their own."""
+    with running(runtime_dir, 'devices = "all"\n' if gpu_devices() else 'devices = ["host-0", "host-1"]\n'):
         first = serve("--tensor-parallel-size", "2")
         assert first.log.count("is loaded from disk") == 2
         tokens = first.complete(PROMPT)
@@ -108,7 +108,7 @@ def test_a_service_preloads_by_the_command(
     serve: Start, model: Path, runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`publisher = [...]`: the service is ready when the weights are cached; the first engine is a hit."""
-    path = str(ROOT) if gpu_devices() else f"{plugin_folder(tmp_path)}:{ROOT}"
+    path = import_path() if gpu_devices() else f"{plugin_folder(tmp_path)}:{import_path()}"
     config = f"""devices = "all"
 [[model]]
 name = "served"

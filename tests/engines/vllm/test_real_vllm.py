@@ -9,7 +9,6 @@ On a GPU everything runs there, with vLLM's own kernels.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,16 +17,19 @@ from typing import Any
 import pytest
 
 from tests.engines.vllm import checkpoints
+from tests.engines.vllm.starting import PYTHON, START_SECONDS, Started, Vllm, same
 from tests.running import ROOT, RunningService
 from weightcached.devices import gpu_devices
-from weightcached.engines.parity import Description, compare
 
-PYTHON = os.environ.get("WEIGHTCACHED_VLLM_PYTHON")
-START_SECONDS = 300.0
 DENSE = "qwen3"
-# What pre-processed mode has of KV scales by `.cpu()`, which is the same memory there, and a copy on a GPU.
-NO_COPIES = ("*._k_scale_cpu", "*._v_scale_cpu")
-KINDS = [*checkpoints.KINDS, "qwen3-fp8-block", "qwen3-moe-fp8-block"]
+ON_GPU = pytest.mark.skipif(not gpu_devices(), reason="of a GPU's kernels, and there is none")
+ON_FP8 = pytest.mark.skipif(
+    not gpu_devices() and "amx_tile" not in Path("/proc/cpuinfo").read_text(),
+    reason="vLLM's FP8 kernels for a CPU need AMX, which this one has not",
+)
+KINDS: list[Any] = [*checkpoints.KINDS]
+KINDS += [pytest.param(f"{kind}-fp8-block", marks=ON_FP8) for kind in ("qwen3", "qwen3-moe")]
+KINDS += [pytest.param(f"{kind}-fp8-tensor", marks=ON_GPU) for kind in ("qwen3", "qwen3-moe")]
 
 pytestmark = [
     pytest.mark.skipif(PYTHON is None, reason="WEIGHTCACHED_VLLM_PYTHON names no interpreter that has vLLM"),
@@ -59,80 +61,11 @@ def service(runtime_dir: Path) -> Iterator[RunningService]:
         made.abandon()
 
 
-class Vllm:
-    """A process that has imported vLLM, and forks for each start: the import takes most of one."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [str(PYTHON), "-m", "tests.engines.vllm.real", "serve"],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        while self._line() != "ready":
-            """vLLM has a word or two to say before."""
-
-    def run(self, path: Path, *arguments: str) -> str:
-        """What a start has written, standard output last. It must end well."""
-        files = {"output": f"{path}.out", "error": f"{path}.err"}
-        names = ("WEIGHTCACHED_", "VLLM_", "XDG_CACHE_HOME")
-        environment = {name: value for name, value in os.environ.items() if name.startswith(names)}
-        assert self.process.stdin is not None
-        order = {"arguments": arguments, "environment": environment, **files}
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        code = self._line()
-        text = "\n".join(Path(files[kind]).read_text() for kind in ("error", "output"))
-        assert code == "0", f"{arguments}: {code}\n{text[-12000:]}"
-        return text
-
-    def stop(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait(60)
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"vLLM ended with {self.process.wait()}"
-        return line.strip()
-
-
 @pytest.fixture(scope="module")
 def vllm() -> Iterator[Vllm]:
     made = Vllm()
     yield made
     made.stop()
-
-
-class Started:
-    """What one start of the engine reported, and a description of each model that it loaded."""
-
-    def __init__(self, vllm: Vllm, folder: Path, path: Path, *arguments: str, **options: Any) -> None:
-        extra = () if not options else ("--extra", json.dumps(options))
-        self.log = vllm.run(path, str(folder), "--describe", str(path), "--generate", *extra, *arguments)
-        report = json.loads(self.log.splitlines()[-1])
-        self.loads, self.tokens, self.reloaded = report["loads"], report["tokens"], report["reloaded"]
-        self.spoilt = report["spoilt"]
-        self.platform = report["platform"]
-        self.repeated, self.external = report["repeated"], report["external"]
-        names = [path, *(path.with_name(f"{path.name}.{number}") for number in range(1, len(self.loads)))]
-        self.models = [Description.load(name) for name in names]
-
-    def generations(self) -> list[int | None]:
-        return [load["generation"] for load in self.loads]
-
-
-def same(first: Started, second: Started) -> None:
-    """Every tensor, in plain objects too, every scalar, and every token."""
-    for one, other in zip(first.models, second.models, strict=True):
-        assert compare(one, other, ignore=NO_COPIES if first.platform == "CpuPlatform" else ()) == []
-    assert first.tokens == second.tokens
-    assert len({tuple(tokens) for tokens in first.tokens}) > 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -185,6 +118,7 @@ def test_another_switch_is_no_hit(
     same(first, Started(vllm, models(DENSE), tmp_path / "again", on_miss="fail"))
 
 
+@ON_FP8
 def test_another_quantisation_is_no_hit(vllm: Vllm, models: Any, service: RunningService, tmp_path: Path) -> None:
     """Asked for by name, the weights of the unquantised checkpoint are no weights of its FP8 form."""
     Started(vllm, models(DENSE), tmp_path / "first", model="one")
@@ -238,6 +172,43 @@ def test_preload_makes_the_first_start_a_hit(
     hit = Started(vllm, models(DENSE), tmp_path / "hit", on_miss="fail")
     assert hit.loads[0]["name"] == "served"
     same(Started(vllm, models(DENSE), tmp_path / "disk", "--load-format", "auto"), hit)
+
+
+@ON_GPU
+def test_compiled_with_graphs(vllm: Vllm, models: Any, service: RunningService, tmp_path: Path) -> None:
+    """Compiled and replayed from CUDA graphs, which have the weights' addresses in them."""
+    compiled = "--no-enforce-eager"
+    disk = Started(vllm, models(DENSE), tmp_path / "disk", "--load-format", "auto", compiled)
+    first = Started(vllm, models(DENSE), tmp_path / "first", compiled)
+    hit = Started(vllm, models(DENSE), tmp_path / "hit", compiled, on_miss="fail")
+    assert "Capturing CUDA graphs" in hit.log
+    same(disk, first)
+    same(disk, hit)
+
+
+@ON_GPU
+def test_fp8_made_while_loading_is_not_cached(vllm: Vllm, models: Any, service: RunningService, tmp_path: Path) -> None:
+    """FP8 that vLLM makes of an unquantised checkpoint: from disk, with the reason, and right."""
+    disk = Started(vllm, models(DENSE), tmp_path / "disk", "--load-format", "auto", "--quantization", "fp8")
+    other = Started(vllm, models(DENSE), tmp_path / "other", "--quantization", "fp8")
+    assert other.generations() == [None]
+    assert "FP8 quantisation of a checkpoint that is not FP8 is done anew at each load" in other.log
+    same(disk, other)
+
+
+@ON_GPU
+def test_the_kv_cache_is_as_large_as_without(vllm: Vllm, models: Any, service: RunningService, tmp_path: Path) -> None:
+    """vLLM is told what the shared weights take, and fills the rest of its part: no more and no less than from disk.
+
+    Nothing else may use the GPU meanwhile: vLLM looks at what is free.
+    """
+    part = ("--gpu-memory-utilization", "0.1")
+    disk = Started(vllm, models("qwen3-1g"), tmp_path / "disk", "--load-format", "auto", *part)
+    Started(vllm, models("qwen3-1g"), tmp_path / "first", *part)
+    hit = Started(vllm, models("qwen3-1g"), tmp_path / "hit", *part, on_miss="fail")
+    assert hit.external == hit.loads[0]["bytes"] > 900e6
+    assert abs(hit.kv_tokens - disk.kv_tokens) < 0.01 * disk.kv_tokens  # the weights are 7 % of what there is
+    same(disk, hit)
 
 
 @pytest.mark.skipif(bool(gpu_devices()), reason="a GPU's kernels leave weights where torch sees them")

@@ -8,15 +8,13 @@ SGLang's environment switches but those that name ports, folders and the like.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-import json
 import os
 import re
 from collections.abc import Mapping
-from enum import Enum
 from typing import Any
 
+from ..keys import digest_of, plain
 from .api import NAMESPACES, PARALLEL
 
 # Packages whose kernels SGLang picks and whose layouts it repacks for, by their names on an index.
@@ -94,10 +92,10 @@ def key(model_config: Any, versions: Mapping[str, str], capability: str | None, 
     facts = {
         "versions": dict(versions),
         "capability": capability,
-        "config": _plain(_as_dict(model_config.hf_config)),
+        "config": _without_place(model_config.hf_config),
         "dtype": str(model_config.dtype),
         "quantization": model_config.quantization,
-        "quantization_config": _plain(quantization),
+        "quantization_config": quantization,
         "parallel": {name: number for name, number in ranks.items() if name not in _RANKS_OF_THE_KEY},
         "settings": shaping,
         "switches": {name: value for name, value in sorted(os.environ.items()) if _is_switch(name)},
@@ -109,7 +107,7 @@ def key(model_config: Any, versions: Mapping[str, str], capability: str | None, 
         "architecture": architecture,
         "dtype": str(model_config.dtype).removeprefix("torch."),
         "quantization": model_config.quantization,
-        "quantization_digest": None if quantization is None else digest_of(_plain(quantization)),
+        "quantization_digest": None if quantization is None else digest_of(quantization),
         "tensor_parallel_size": ranks["tp_size"],
         "tensor_parallel_rank": ranks["tp_rank"],
         "pipeline_parallel_size": ranks["pp_size"],
@@ -222,7 +220,7 @@ def _flatten(path: str, bag: Any, found: dict[str, Any]) -> None:
         if type(value) is type(bag):
             _flatten(f"{path}.{name}", value, found)
         else:
-            found[f"{path}.{name}"] = _plain(value)
+            found[f"{path}.{name}"] = plain(value)
 
 
 def _as_dict(value: Any) -> Any:
@@ -233,26 +231,8 @@ def _as_dict(value: Any) -> Any:
     return dict(vars(value)) if hasattr(value, "__dict__") else value
 
 
-def _plain(value: Any) -> Any:
-    """A value as JSON takes it, the same in every process: no addresses, no order of a set.
-
-    Without `_name_or_path`, by which transformers says where the checkpoint lies.
-    """
-    if isinstance(value, Enum):
-        return _plain(value.value)
-    if isinstance(value, bool | int | float | str | None):
-        return value
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items() if name != "_name_or_path"}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, set | frozenset):
-        return sorted(json.dumps(_plain(item), sort_keys=True) for item in value)
-    if type(value).__module__ == "torch":  # a dtype or a device
-        return str(value)
-    return {"class": type(value).__name__, **(_plain(_as_dict(value)) if hasattr(value, "__dict__") else {})}
-
-
-def digest_of(facts: Any) -> str:
-    """16 hexadecimal digits of what JSON takes, the same in every process."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+def _without_place(config: Any) -> Any:
+    """A model's config without `_name_or_path`, by which transformers says where the checkpoint lies."""
+    if isinstance(config := plain(_as_dict(config)), dict):
+        return {name: _without_place(item) for name, item in config.items() if name != "_name_or_path"}
+    return config

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...client.publish import checkpoint_files
 from ...errors import EngineError
-from ...text import MODEL_NAME
 from .. import policy
+from ..keys import bytes_on_disk, compute_capability, published_name
 from . import layout, plugin
 from .state import Changes, Snapshot
 
@@ -162,8 +162,8 @@ class Loading:
             checkpoint=checkpoint,
             key=key,
             device=_device(device_config),
-            nbytes=_bytes_on_disk(checkpoint) // ranks,
-            name=_name(str(model_config.model_path), checkpoint, key),
+            nbytes=bytes_on_disk(checkpoint) // ranks,
+            name=published_name(str(model_config.model_path), checkpoint, key["layout"]),
         )
 
     def _checkpoint(self, model_config: Any) -> Path | None:
@@ -232,24 +232,6 @@ def _refuse_form(path: Path) -> None:
         raise EngineError(problem=f"{path} has Mistral's own files only ({files[0]}); start with --load-format mistral")
 
 
-def _bytes_on_disk(checkpoint: Path | None) -> int:
-    """Bytes of the safetensors files; 0 where there is no folder to look into."""
-    return 0 if checkpoint is None else sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-
-
-def _name(model_path: str, checkpoint: Path | None, key: dict[str, Any]) -> str:
-    """Of the published model: the folder's, and a digest that keeps apart what has the same.
-
-    These are engines of other versions or settings, and checkpoints in folders of one name: what is published under a
-    name takes the place of what had it.
-    """
-    base = "".join(char if char.isalnum() or char in "._-" else "_" for char in Path(model_path).name) or "model"
-    digest = layout.digest_of([str(checkpoint), key["layout"]])[:8]
-    role = "" if key["role"] == "main" else f"-{key['role']}"
-    name = f"{base.lstrip('.-')[:80]}{role}-sglang-{digest}"
-    return name if MODEL_NAME.fullmatch(name) else f"model{role}-sglang-{digest}"
-
-
 def _device(device_config: Any) -> str:
     """By torch's name, such as "cuda:1"; "cuda", the current one, where SGLang has not chosen."""
     if device_config.device_type != "cuda":
@@ -264,8 +246,7 @@ def _capability(device_config: Any) -> str | None:
 
     if device_config.device_type != "cuda" or not torch.cuda.is_available():
         return None
-    major, minor = torch.cuda.get_device_capability(_device(device_config))
-    return f"{major}.{minor}"
+    return compute_capability(_device(device_config))
 
 
 def _free_bytes(device_config: Any) -> int:

@@ -9,9 +9,6 @@ differs is another layout, and so never attached.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +20,7 @@ from ...client.publish import checkpoint_files
 from ...client.target import Target
 from ...client.weights import Weights
 from ...errors import EngineError, KeyMismatch, NoSuchModel, TimedOut
+from ..keys import compute_capability, digest_of, published_name
 from ..policy import Options, Wanted, find, publish_loaded, refuse_beside
 from . import quantised
 from .skeleton import build, building, compute, finish, major_version
@@ -59,7 +57,7 @@ class Recipe:
 
         capability = None
         if self.target.ordinal is not None:
-            capability = "{}.{}".format(*torch.cuda.get_device_capability(self.target.ordinal))
+            capability = compute_capability(self.target.ordinal)
         quantizer = self.quantizer()
         shaping = None if quantizer is None else quantised.shaping(quantizer, self.config)
         version = self.transformers.__version__
@@ -75,11 +73,11 @@ class Recipe:
             "compute_capability": capability,
         }
         return {
-            "layout": f"transformers-{version}/{_digest(shapes)}",
+            "layout": f"transformers-{version}/{digest_of(shapes)}",
             "architecture": self.cls.__name__,
             "dtype": str(self.dtype).removeprefix("torch."),
             "quantization": quantised.method_of(self.config),
-            "quantization_digest": None if shaping is None else _digest(shaping),
+            "quantization_digest": None if shaping is None else digest_of(shaping),
             "compute_capability": capability,
         }
 
@@ -97,7 +95,7 @@ class Recipe:
             key=key,
             device=self.target.torch_device if self.target.ordinal is not None else self.target.name,
             nbytes=sum(sizes.values()),
-            name=_name(folder, key["layout"]),
+            name=published_name(str(folder.resolve()), folder.resolve(), key["layout"]),
         )
 
     def load(self, folder: Path) -> PreTrainedModel:
@@ -163,15 +161,3 @@ def _hint(recipe: Recipe, options: Options) -> Iterator[None]:
             problem=f"{recipe.cls.__name__}: {recipe.reason}, so the cache has it only once it has been loaded and "
             f"published, and it has not ({error}); on_miss='fallback' would load and publish it"
         ) from error
-
-
-def _name(folder: Path, layout: str) -> str:
-    """The published model's name: the folder's, and a digest that tells it from others of that name."""
-    digest = hashlib.sha256(f"{folder.resolve()}\0{layout}".encode()).hexdigest()[:12]
-    cleaned = re.sub("[^A-Za-z0-9._-]", "-", folder.resolve().name)[:80].lstrip(".-") or "model"
-    return f"{cleaned}.transformers-{digest}"
-
-
-def _digest(document: Any) -> str:
-    text = json.dumps(document, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ...client.modules import held_tensors
+from ...client.modules import HeldTensor, held_tensors
 from ...errors import EngineError
-from . import gate, state
+from . import gate, kernels, state
 
 if TYPE_CHECKING:
     import torch
@@ -57,8 +57,11 @@ def _build(weights: Weights, vllm_config: Any, model_config: Any, prefix: str) -
             process_weights_after_loading(model, model_config, device)
     _restore_warmup(model)
     _restore_reload_device(model, device)
-    _refuse_meta(model, device)
-    if lacking := state.not_held(model):
+    if lacking := kernels.restore(model):
+        raise EngineError(problem=f"kernels are not those of the publisher: {', '.join(lacking[:8])}")
+    held = list(held_tensors(model))
+    _refuse_meta(model, device, held)
+    if lacking := state.not_held(model, held):
         shown = ", ".join(lacking[:8])
         raise EngineError(problem=f"objects of vLLM lack tensors that they had after the load from disk: {shown}")
     return model.eval()
@@ -113,22 +116,22 @@ def cached_kept(weights: Weights) -> Iterator[None]:
 def patched(original: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:
     """Inside, every module of vLLM that has imported `original` has `replacement` under that name."""
     name = original.__name__
-    for names in holders(original, name):
+    found, modules = holders(original, name), len(sys.modules)
+    for names in found:
         names[name] = replacement
     try:
         yield
     finally:
-        for names in holders(replacement, name):
+        if len(sys.modules) != modules:  # those imported since may have got the replacement
+            found = holders(replacement, name)
+        for names in found:
             names[name] = original
 
 
 def holders(function: Callable[..., Any], name: str) -> list[dict[str, Any]]:
     """The globals of those modules of vLLM that have this function under this name."""
-    return [
-        vars(module)
-        for path, module in list(sys.modules.items())
-        if path.partition(".")[0] == "vllm" and getattr(module, "__dict__", {}).get(name) is function
-    ]
+    found = [module for path, module in list(sys.modules.items()) if path.startswith("vllm.")]
+    return [vars(module) for module in found if getattr(module, "__dict__", {}).get(name) is function]
 
 
 def shared_storages(weights: Weights) -> set[int]:
@@ -156,13 +159,16 @@ def _restore_reload_device(model: torch.nn.Module, device: torch.device) -> None
         get_layerwise_info(module).restore_device = device
 
 
-def _refuse_meta(model: torch.nn.Module, device: torch.device) -> None:
-    """`EngineError` that names what has no memory yet. Empty tensors have nothing to lack: they move to the device."""
+def _refuse_meta(model: torch.nn.Module, device: torch.device, tensors: list[HeldTensor]) -> None:
+    """`EngineError` that names what has no memory yet, of the model's own and of `tensors`, which plain objects hold.
+
+    Empty ones of these have nothing to lack: they move to the device.
+    """
     import torch
 
     left = [name for name, tensor in model.named_parameters(remove_duplicate=False) if tensor.is_meta]
     left += [name for name, tensor in model.named_buffers(remove_duplicate=False) if tensor.is_meta]
-    for held in held_tensors(model):
+    for held in tensors:
         if held.tensor.is_meta and not held.tensor.numel() and held.replace is not None:
             held.replace(torch.empty_like(held.tensor, device=device))
         elif held.tensor.is_meta:

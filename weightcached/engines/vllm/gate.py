@@ -22,8 +22,8 @@ _KERNELS = {
 }
 
 # Experts whose own processing is repeated by nobody in pre-processed mode, and need not be: FlashInfer's does nothing
-# to unquantised weights, the CPU's leaves all it has made in the parameters (vLLM 0.30 to 0.33).
-_EXPERTS = frozenset({"FusedMoEExperts", "FlashInferExperts", "CPUUnquantizedExperts"})
+# to unquantised weights (vLLM 0.30 to 0.33). For the CPU's see `_repeated`.
+_EXPERTS = frozenset({"FusedMoEExperts", "FlashInferExperts"})
 
 
 def refuse_settings(vllm_config: Any, load_config: Any, options: Options) -> None:
@@ -96,9 +96,17 @@ def _method(method: Any) -> str | None:
             name = getattr(kernel, "name", str(kernel))
             if name not in works:
                 return f"{kind} takes no processed weights on the kernel {name}"
-        if base.__name__ == "UnquantizedFusedMoEMethod" and (experts := _processing(method)) not in _EXPERTS:
+        if base.__name__ == "UnquantizedFusedMoEMethod" and not _repeated(experts := _processing(method)):
             return f"{kind} does not repeat what {experts} makes of the weights"
     return None
+
+
+def _repeated(experts: str) -> bool:
+    if experts == "CPUUnquantizedExperts":  # on AMD's Zen it packs weights for zentorch and tells only itself (0.32.0)
+        from vllm.platforms import current_platform
+
+        return not getattr(current_platform, "is_zen_cpu", bool)()
+    return experts in _EXPERTS
 
 
 def _processing(method: Any) -> str:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import enum
-import hashlib
-import json
 import os
 import re
 import weakref
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..keys import bytes_on_disk, compute_capability, digest_of, plain, published_name
 from ..policy import Options, Wanted
 from .versions import vllm_version
 
@@ -94,8 +91,8 @@ def wanted_by(vllm_config: Any, model_config: Any, load_config: Any, options: Op
         checkpoint=folder,
         key=key,
         device=device_of(vllm_config, key),
-        nbytes=_bytes_on_disk(folder) // (key["tensor_parallel_size"] * key["pipeline_parallel_size"]),
-        name=options.model or _name(model_config, folder, key),
+        nbytes=bytes_on_disk(folder) // (key["tensor_parallel_size"] * key["pipeline_parallel_size"]),
+        name=options.model or published_name(model_config.model, folder, key["layout"]),
     )
 
 
@@ -115,7 +112,7 @@ def key_of(vllm_config: Any, model_config: Any, ranks: Ranks) -> dict[str, Any]:
         "vllm": version,
         "torch": [torch.__version__, getattr(torch.version, "cuda", None), getattr(torch.version, "hip", None)],
         "compute_capability": capability,
-        "config": _without(_plain(model_config.hf_config)),
+        "config": _without(plain(model_config.hf_config)),
         "model": _some(model_config, _MODEL),
         "multimodal": _some(getattr(model_config, "multimodal_config", None), _MULTIMODAL),
         "sizes": [size for size, _ in ranks],  # the ranks are fields of their own: all have one layout
@@ -221,7 +218,7 @@ def switches() -> dict[str, Any]:
     for name, read in vllm.envs.environment_variables.items():
         if _SHAPING.search(name) and not _NOT_SHAPING.search(name):
             try:
-                found[name] = _plain(read())
+                found[name] = plain(read())
             except (
                 ValueError,
                 TypeError,
@@ -232,36 +229,6 @@ def switches() -> dict[str, Any]:
     return found
 
 
-def digest_of(value: Any) -> str:
-    """16 hexadecimal digits, the same in every process."""
-    text = json.dumps(_plain(value), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _plain(value: Any) -> Any:
-    """What JSON has, without addresses and orders that differ from process to process."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):  # 10000 and 10000.0 are one number to a model
-        return int(value) if value.is_integer() else repr(value)
-    if isinstance(value, enum.Enum):
-        return f"{type(value).__name__}.{value.name}"
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted((_plain(item) for item in value), key=str)
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if callable(getattr(value, "to_dict", None)) and not isinstance(value, type):
-        return _plain(value.to_dict())
-    if is_dataclass(value) and not isinstance(value, type):
-        return {item.name: _plain(getattr(value, item.name, None)) for item in fields(value)}
-    if isinstance(value, type) or callable(value):
-        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-    text = str(value)
-    return type(value).__qualname__ if " at 0x" in text else text
-
-
 def _without(config: Any) -> Any:
     if isinstance(config, dict):
         return {name: _without(item) for name, item in config.items() if name not in _NOT_OF_THE_MODEL}
@@ -269,7 +236,7 @@ def _without(config: Any) -> Any:
 
 
 def _some(config: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: _plain(getattr(config, name, None)) for name in names}
+    return {name: plain(getattr(config, name, None)) for name in names}
 
 
 def _capability(vllm_config: Any) -> str | None:
@@ -278,17 +245,4 @@ def _capability(vllm_config: Any) -> str | None:
     device = torch.device(vllm_config.device_config.device)
     if device.type != "cuda":
         return None
-    return ".".join(str(number) for number in torch.cuda.get_device_capability())
-
-
-def _bytes_on_disk(folder: Path | None) -> int:
-    return 0 if folder is None else sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
-def _name(model_config: Any, folder: Path | None, key: dict[str, Any]) -> str:
-    """The model's own name, and a digest that keeps apart what has the same: layouts, and folders of other places.
-
-    The ranks of a model have one name, so that the service counts them together.
-    """
-    own = re.sub(r"[^A-Za-z0-9._-]", "-", Path(model_config.model).name).lstrip(".-") or "model"
-    return f"{own[:90]}-{digest_of([str(folder), key['layout']])[:8]}"
+    return compute_capability()

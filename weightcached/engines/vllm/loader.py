@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import EngineError
 from .. import parity, policy
+from ..keys import digest_of
 from ..policy import Options, Wanted
-from . import gate, layout, memory, reload, state
+from . import gate, kernels, layout, memory, reload, state
 from .api import LOAD_FORMAT
 from .build import build, registries_kept
 from .versions import counts_external_weights, require_supported, vllm_version
@@ -192,7 +193,11 @@ def _load_from_disk(
         files,
         private=state.private(model, attributes),
         tensor_attributes=tuple(attributes),
-        attributes=state.changed_scalars(model, loader.constructed) | state.held_scalar(model),
+        attributes={
+            **state.changed_scalars(model, loader.constructed),
+            **state.held_scalar(model),
+            **kernels.changed(model, loader.in_kernels),
+        },
     )
     if weights is not None:
         reload.guard_reloads()
@@ -224,11 +229,13 @@ def disk_loader(load_config: Any) -> Any:
 
     class DiskLoader(DefaultModelLoader):  # type: ignore[misc, unused-ignore]
         constructed: state.Snapshot
+        in_kernels: kernels.Values
         filled: set[str]
 
         def create_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
             model: torch.nn.Module = super().create_model(*args, **kwargs)
             self.constructed = state.snapshot(model)
+            self.in_kernels = kernels.values(model)
             self.filled = {name for name, tensor in model.named_parameters(remove_duplicate=False) if tensor.numel()}
             return model
 
@@ -254,4 +261,4 @@ def _of_role(vllm_config: Any, model_config: Any, options: Options) -> Options:
 
 
 def _identity(wanted: Wanted) -> str:
-    return layout.digest_of([str(wanted.checkpoint), wanted.key, wanted.device])
+    return digest_of([str(wanted.checkpoint), wanted.key, wanted.device])

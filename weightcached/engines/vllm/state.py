@@ -10,10 +10,10 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from ...client.modules import NamedTensor, held_tensors
+from ...client.modules import HeldTensor, NamedTensor, held_tensors
 from ...shard.manifest import Scalar
 
 if TYPE_CHECKING:
@@ -115,23 +115,23 @@ def other_shapes(model: torch.nn.Module, weights: Weights) -> list[str]:
     return found
 
 
-def held(model: torch.nn.Module) -> dict[str, int]:
+def held(tensors: Iterable[HeldTensor]) -> dict[str, int]:
     """How many tensors plain objects hold, by path, with * for numbers: what a kernel has must be there again."""
-    paths = (item.path for item in held_tensors(model) if item.tensor.numel())
+    paths = (item.path for item in tensors if item.tensor.numel())
     return dict(Counter(re.sub(r"\d+", "*", path) for path in paths if path.rpartition(".")[2] not in _REBUILT))
 
 
 def held_scalar(model: torch.nn.Module) -> dict[str, Scalar]:
     """`held`, as a scalar that is published with the others."""
-    return {HELD: json.dumps(held(model), sort_keys=True)}
+    return {HELD: json.dumps(held(held_tensors(model)), sort_keys=True)}
 
 
-def not_held(model: torch.nn.Module) -> list[str]:
-    """What plain objects of the publisher held and those of this model do not. Takes the scalar off the model."""
+def not_held(model: torch.nn.Module, tensors: Iterable[HeldTensor]) -> list[str]:
+    """What plain objects of the publisher held and those of this model, `tensors`, do not. Takes the scalar off it."""
     published = vars(model).pop(HELD, None)
     if published is None:
         return []
-    here = held(model)
+    here = held(tensors)
     expected: dict[str, int] = json.loads(published)
     return [f"{path} ({here.get(path, 0)} of {n})" for path, n in expected.items() if here.get(path, 0) < n]
 

@@ -1,0 +1,73 @@
+"""Plain values that processing leaves in kernel objects, such as the width of a weight before it was padded.
+
+A quantisation method has such objects, which are no modules. Pre-processed mode does not call them, so that the CUTLASS
+kernel of FP8 weights with one scale, for one, would not know its `logical_output_size` (vLLM 0.32.0).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ...shard.manifest import Scalar
+
+if TYPE_CHECKING:
+    import torch
+
+KERNELS = "weightcached_kernels"  # a scalar that is on no model for long
+_SCALARS = (bool, int, float, str, type(None))
+_MISSING = object()
+
+Values = dict[str, dict[str, Scalar]]  # by module's path and, after a colon, the method's name for its kernel
+
+
+def values(model: torch.nn.Module) -> Values:
+    """What the kernel objects of a model have in plain values now."""
+    return {
+        f"{path}:{name}": {key: value for key, value in vars(kernel).items() if _carried(value)}
+        for path, module in model.named_modules()
+        for name, kernel in _kernels(module)
+    }
+
+
+def changed(model: torch.nn.Module, before: Values) -> dict[str, Scalar]:
+    """Those that were set since, as a scalar that is published with the model's own; none if there are none."""
+    found: Values = {}
+    for place, now in values(model).items():
+        old: dict[str, Any] = dict(before.get(place, {}))
+        new = {
+            key: value
+            for key, value in now.items()
+            if type(old.get(key, _MISSING)) is not type(value) or old[key] != value
+        }
+        if new:
+            found[place] = new
+    return {KERNELS: json.dumps(found, sort_keys=True)} if found else {}
+
+
+def restore(model: torch.nn.Module) -> list[str]:
+    """Sets what the publisher's kernels had; gives those that this model has not. Takes the scalar off the model."""
+    published = vars(model).pop(KERNELS, None)
+    lacking = []
+    for place, new in json.loads(published or "{}").items():
+        path, _, name = place.rpartition(":")
+        kernel = dict(_kernels(model.get_submodule(path))).get(name)
+        if kernel is None:
+            lacking.append(place)
+        else:
+            vars(kernel).update(new)
+    return lacking
+
+
+def _kernels(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """The objects in a module's quantisation method that process weights, by the method's name for them."""
+    method = getattr(module, "quant_method", None)
+    for name, value in getattr(method, "__dict__", {}).items():
+        if hasattr(type(value), "process_weights_after_loading") and hasattr(value, "__dict__"):
+            yield name, value
+
+
+def _carried(value: object) -> bool:
+    return type(value) in _SCALARS and not (isinstance(value, float) and not math.isfinite(value))  # JSON has none
