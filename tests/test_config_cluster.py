@@ -111,12 +111,54 @@ def test_ranks_that_cannot_be_shared_out(load: Load, more: str, problem: str) ->
     assert caught.value.problem == problem
 
 
-def test_what_one_node_alone_can_do(load: Load) -> None:
-    """A publisher's ranks cannot meet across nodes; on one node they can."""
-    publisher = MODEL + 'tensor_parallel = 2\npublisher = ["python"]\n'
-    with pytest.raises(ConfigError, match="model big: a publisher's ranks meet on one node"):
-        load(publisher + TWO)
-    assert load(publisher + "[cluster]\nnodes = 1\nnode_rank = 0\n").models[0].publisher
+PUBLISHER = 'tensor_parallel = 2\npublisher = ["python"]\n'
+
+
+def test_a_publisher_has_a_place_to_meet(load: Load) -> None:
+    """On several nodes each model with one has a port of node 0, by its name, wherever it stands in the file; on one
+    node there is nothing to choose."""
+    small = MODEL.replace("big", "small") + PUBLISHER
+    cluster = TWO.replace("10.0.0.1", "[fd00::1]") + "publisher_port = 29700\n"
+    for text in (small + MODEL + PUBLISHER, MODEL + PUBLISHER + small):
+        config = load(text + MODEL.replace("big", "read") + "tensor_parallel = 2\n" + cluster)
+        meetings = {model.name: model.meeting for model in config.models}
+        assert meetings == {"big": ("fd00::1", 29700), "small": ("fd00::1", 29701), "read": None}
+    assert load(MODEL + PUBLISHER + "[cluster]\nnodes = 1\nnode_rank = 0\n").models[0].meeting is None
+    assert load(MODEL + PUBLISHER).models[0].meeting is None
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ("", "model big: its publisher has ranks on other nodes; write publisher_port in [cluster]"),
+        ("publisher_port = 29650\n", "model big: its publisher's ranks would meet at port 29650, which is taken"),
+        (
+            "engine_port = 29600\npublisher_port = 29599\n",
+            "model small: its publisher's ranks would meet at port 29600, which is taken",
+        ),
+        ("publisher_port = 65535\n", "model small: its publisher's ranks would meet at port 65536, which is none"),
+    ],
+)
+def test_a_publisher_without_a_port_of_its_own(load: Load, more: str, problem: str) -> None:
+    """It is refused: its ranks would wait for one another for ever, or meet those of another program."""
+    models = MODEL + PUBLISHER + MODEL.replace("big", "small") + PUBLISHER
+    with pytest.raises(ConfigError) as caught:
+        load(models + TWO + more)
+    assert caught.value.problem.startswith(problem)
+
+
+def test_no_other_slicings_on_several_nodes(load: Load) -> None:
+    """The nodes would build them at different times, and could have different ones."""
+    with pytest.raises(ConfigError, match=r'model big: on_mismatch = "reload" is for one node'):
+        load(MODEL + 'tensor_parallel = 2\non_mismatch = "reload"\n' + TWO)
+
+
+@pytest.mark.parametrize("address", ["::1", "[::1]"])
+def test_an_address_may_be_in_brackets(load: Load, address: str) -> None:
+    """As people write one before a port."""
+    cluster = load(MODEL + "tensor_parallel = 2\n" + TWO.replace("10.0.0.1", address)).cluster
+    assert cluster is not None
+    assert (cluster.master_addr, cluster.meets_at) == ("::1", "[::1]:29650")
 
 
 def test_a_model_has_a_device_for_each_rank_here(load: Load) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.running import ROOT, RunningService, import_path
+from tests.warm import Warm
 
 PAGE = ROOT / "docs" / "own-engine.md"
 RUN_SECONDS = 100
@@ -61,26 +60,27 @@ def start(runtime_dir: Path) -> Iterator[StartService]:
         service.stop()
 
 
-def run(*arguments: object, folder: Path) -> str:
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Warm]:
+    """Forks Pythons that have imported torch, for each of which it takes longer than the page's program."""
+    started = Warm("torch.distributed.run", "torch._dynamo")  # the latter for a module on the device meta
+    yield started
+    started.close()
+
+
+def run(warm: Warm, *arguments: object, folder: Path) -> str:
     """What a program of the page prints, with this host's GPUs out of sight."""
     # One thread: a sum in another order would be another number.
-    environment = {**os.environ, "PYTHONPATH": import_path(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=RUN_SECONDS,
-    )
+    environ = {**os.environ, "PYTHONPATH": import_path(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = warm.start(*map(str, arguments), cwd=folder, environ=environ).wait(RUN_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def torchrun(programs: Path, checkpoint: Path) -> list[str]:
+def torchrun(warm: Warm, programs: Path, checkpoint: Path) -> list[str]:
     """What the two ranks print, rank 0 first."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    return sorted(run(*launcher, "ranks.py", checkpoint, folder=programs).splitlines())
+    return sorted(run(warm, *launcher, "ranks.py", checkpoint, folder=programs).splitlines())
 
 
 def expected(checkpoint: Path, dtype: torch.dtype) -> str:
@@ -109,12 +109,12 @@ def test_the_programs_are_short(programs: Path) -> None:
         assert len(lines) <= 32, name
 
 
-def test_one_rank_publishes_and_attaches(programs: Path, checkpoint: Path, start: StartService) -> None:
+def test_one_rank_publishes_and_attaches(warm: Warm, programs: Path, checkpoint: Path, start: StartService) -> None:
     """The first start is from disk, the second attached, with the same answer; another checkpoint is not mistaken."""
     start()
     answer = expected(checkpoint, torch.bfloat16)
 
-    first, second = (run("engine.py", checkpoint, "host-0", folder=programs).splitlines() for _ in range(2))
+    first, second = (run(warm, "engine.py", checkpoint, "host-0", folder=programs).splitlines() for _ in range(2))
 
     assert first[0].startswith("loaded from disk: no model")
     assert second[0] == "attached: 3 tensors"
@@ -122,7 +122,7 @@ def test_one_rank_publishes_and_attaches(programs: Path, checkpoint: Path, start
 
     other_bytes(checkpoint)
     changed = expected(checkpoint, torch.bfloat16)
-    third, fourth = (run("engine.py", checkpoint, "host-0", folder=programs).splitlines() for _ in range(2))
+    third, fourth = (run(warm, "engine.py", checkpoint, "host-0", folder=programs).splitlines() for _ in range(2))
 
     assert third[0].startswith("loaded from disk: ")
     assert fourth[0] == "attached: 3 tensors"
@@ -130,28 +130,28 @@ def test_one_rank_publishes_and_attaches(programs: Path, checkpoint: Path, start
     assert changed != answer
 
 
-def test_one_rank_without_a_service(programs: Path, checkpoint: Path, runtime_dir: Path) -> None:
+def test_one_rank_without_a_service(warm: Warm, programs: Path, checkpoint: Path, runtime_dir: Path) -> None:
     """It runs from disk, and says what it has not got."""
-    printed = run("engine.py", checkpoint, "host-0", folder=programs).splitlines()
+    printed = run(warm, "engine.py", checkpoint, "host-0", folder=programs).splitlines()
 
     assert printed[0].startswith("loaded from disk: ")
     assert printed[1].startswith("not published: ")
     assert printed[2:] == [expected(checkpoint, torch.bfloat16)]
 
 
-def test_two_ranks_publish_and_attach(programs: Path, checkpoint: Path, start: StartService) -> None:
+def test_two_ranks_publish_and_attach(warm: Warm, programs: Path, checkpoint: Path, start: StartService) -> None:
     """Under torchrun, over gloo: each rank its own part, then its own part from the cache, with the same answer."""
     service = start()
     answer = expected(checkpoint, torch.float32)
 
-    first = torchrun(programs, checkpoint)
+    first = torchrun(warm, programs, checkpoint)
 
     assert [line.split(":")[0] for line in first[::2]] == ["rank 0 loaded from disk", "rank 1 loaded from disk"]
     assert "not published" not in "".join(first)
     cached = [(shard["device"], shard["key"]["tensor_parallel_rank"]) for shard in shards(service)]
     assert cached == [("host-0", 0), ("host-1", 1)]
 
-    second = torchrun(programs, checkpoint)
+    second = torchrun(warm, programs, checkpoint)
 
     assert second[::2] == ["rank 0 attached: 3 tensors", "rank 1 attached: 3 tensors"]
     assert first[1::2] == second[1::2] == [f"rank {rank} says {answer}" for rank in range(2)]

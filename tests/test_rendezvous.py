@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.service.nodes import free_port
+from weightcached import rendezvous
 from weightcached.errors import (
     ConnectionFailed,
     MissingDependency,
@@ -22,8 +23,7 @@ from weightcached.errors import (
     from_wire,
 )
 from weightcached.fds import FdSet
-from weightcached.meeting import listen
-from weightcached.rendezvous import DESCRIPTION_BYTES
+from weightcached.meeting import DESCRIPTION_BYTES, listen
 from weightcached.wire import framing
 
 ROOT = Path(__file__).parents[1]
@@ -141,6 +141,22 @@ def test_a_description_that_is_too_large_is_refused() -> None:
     """By its size and its node, before it is taken apart."""
     with pytest.raises(ProtocolError, match=f"node 0 sent {DESCRIPTION_BYTES + 1} bytes"):
         Process(job(0, free_port(), nodes=1, description="x" * (DESCRIPTION_BYTES + 1))).answer()
+
+
+def test_an_answer_that_is_too_large_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many descriptions, each of which is allowed, may be more than one message holds: the service is told so."""
+    monkeypatch.setattr(rendezvous, "meet", lambda _: ["x" * DESCRIPTION_BYTES] * 64)
+    service, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with service, theirs:
+        frame = framing.Frame(job(0, 1))
+        frame.send(service)
+        frame.close()
+        assert rendezvous.run(theirs.detach()) == 1
+        received = framing.receive(service, large=True)
+        assert received is not None
+        received[1].close()
+    error = from_wire(framing.decode(received[0])["failed"]["error"])
+    assert "at most" in str(error)
 
 
 def test_a_job_that_is_none() -> None:

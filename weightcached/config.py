@@ -116,11 +116,17 @@ class ModelConfig(BaseModel):
 
     _file: Path | None = PrivateAttr(None)
     _share: range | None = PrivateAttr(None)  # of the ranks, on this node
+    _meeting: tuple[str, int] | None = PrivateAttr(None)
 
     @property
     def ranks_here(self) -> range:
         """The ranks that are on this node, of all `parallel.world`."""
         return range(self.parallel.world) if self._share is None else self._share
+
+    @property
+    def meeting(self) -> tuple[str, int] | None:
+        """Where the ranks of its publisher meet, where they are on several nodes."""
+        return self._meeting
 
     @property
     def parallel(self) -> Parallel:
@@ -313,6 +319,7 @@ def load_config(path: Path) -> Config:
         if config.cluster is not None:
             try:
                 model._share = config.cluster.share_of(model)
+                model._meeting = config.cluster.meeting_of(model, config.models)
             except ValueError as error:
                 raise model._error(str(error)) from None
     if config.devices != "all":

@@ -2,6 +2,7 @@
 
 nodes = 2, node_rank = 0            every node has the same table but for node_rank
 master_addr, master_port            where node 0 listens: needed with more than one node
+publisher_port                      where the ranks of publishers meet: needed with more than one node and a publisher
 local_ranks = [2, 1, 1]             ranks of a model on each node; left out: the same number on each
 """
 
@@ -13,8 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, StrictStr, Va
 from pydantic import field_validator as validates
 
 from .config_values import shown
+from .meeting import host_and_port
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from .config import ModelConfig
 
 MAX_NODES = 512  # whose states fit into one datagram
@@ -63,8 +67,8 @@ Port = Annotated[int, PlainValidator(_port), WithJsonSchema({"type": "integer", 
 class ClusterConfig(BaseModel):
     """One service per node, whose models are spread over all nodes.
 
-    `local_ranks`, `master_addr` and `master_port` are None where they are left out; with more than one node there are
-    an address and a port.
+    `local_ranks`, `master_addr` and the ports are None where they are left out; with more than one node there are
+    `master_addr`, without the brackets that an IPv6 address may be written in, and `master_port`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -76,6 +80,11 @@ class ClusterConfig(BaseModel):
     )
     engine_port: Port | None = Field(
         None, description="The port that the engine's own ranks meet at, which must be another one than master_port."
+    )
+    publisher_port: Port | None = Field(
+        None,
+        description="The port of node 0 where the ranks of a model with a publisher meet; the next such model, by "
+        "name, has the next port.",
     )
     master_addr: StrictStr | None = Field(
         None, validate_default=True, description="The address of node 0, as the other nodes reach it."
@@ -97,19 +106,45 @@ class ClusterConfig(BaseModel):
         """Whether there is nobody to agree with."""
         return self.nodes == 1
 
+    @property
+    def meets_at(self) -> str:
+        """Address and port of node 0, for people."""
+        return host_and_port(self.master_addr, self.master_port)
+
+    def meeting_of(self, model: ModelConfig, models: Iterable[ModelConfig]) -> tuple[str, int] | None:
+        """Address and port where the ranks of a model's publisher meet, None where they are all on this node.
+
+        Each of `models` has its own, since two nodes need not load them in the same order. `ValueError` if there is
+        no port for it.
+        """
+        if self.alone or not model.publisher or self.master_addr is None:
+            return None
+        if self.publisher_port is None:
+            raise ValueError(
+                "its publisher has ranks on other nodes; write publisher_port in [cluster], a port of node 0 where "
+                "they meet, and which neither master_port nor an engine has"
+            )
+        port = self.publisher_port + sorted(item.name for item in models if item.publisher).index(model.name)
+        if port > 65535 or port in (self.master_port, self.engine_port):
+            problem = "is none" if port > 65535 else "is taken"
+            raise ValueError(
+                f"its publisher's ranks would meet at port {port}, which {problem}; publisher_port in [cluster] is the "
+                "first of as many ports as there are models with a publisher"
+            )
+        return self.master_addr, port
+
     def share_of(self, model: ModelConfig) -> range:
         """The ranks of the model that this node has. `ValueError` if it cannot be spread over the nodes."""
-        if not self.alone and model.publisher:
-            raise ValueError("a publisher's ranks meet on one node; with nodes > 1 the built-in loader is there alone")
         if not self.alone and getattr(model, "on_mismatch", None) == "reload":
             raise ValueError('on_mismatch = "reload" is for one node; with nodes > 1 a model has one slicing')
         return self.share(model.parallel.world)
 
-    def share(self, world: int) -> range:
-        """The ranks of a model of `world` ranks that this node has. `ValueError` if they are not to be shared out."""
+    def share(self, world: int, node: int | None = None) -> range:
+        """The ranks of a model of `world` ranks that a node has, or this one. `ValueError` if that cannot be."""
         counts = self.counts(world)
-        first = sum(counts[: self.node_rank])
-        return range(first, first + counts[self.node_rank])
+        node = self.node_rank if node is None else node
+        first = sum(counts[:node])
+        return range(first, first + counts[node])
 
     def counts(self, world: int) -> tuple[int, ...]:
         """How many of `world` ranks each node has. `ValueError` if they are not to be shared out."""
@@ -144,6 +179,8 @@ class ClusterConfig(BaseModel):
     @validates("master_addr")
     @classmethod
     def _needed_by_many(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and value.startswith("[") and value.endswith("]"):
+            value = value[1:-1]
         if (value is None and info.data.get("nodes", 1) > 1) or value == "":
             raise ValueError(f'missing; with {info.data.get("nodes")} nodes write the address of node 0, as "10.0.0.1"')
         return value

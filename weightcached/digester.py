@@ -79,7 +79,7 @@ def digest(path: Path, files: list[SourceFile]) -> dict[str, Any]:
     began = time.monotonic()
     with open_checkpoint(path) as checkpoint:
         now = [file.source for file in checkpoint.files]
-        _require_same(checkpoint.folder, files, now)
+        _require_unchanged(checkpoint.folder, files, now)
         # A write soon after the last one may leave the times as they are, so what is read before is not remembered. The
         # clock may have been set back since: never longer than that.
         age = time.time_ns() - max(source.ctime_ns for source in now)
@@ -90,7 +90,7 @@ def digest(path: Path, files: list[SourceFile]) -> dict[str, Any]:
     return {"bytes": sum(source.size for source in now), "seconds": time.monotonic() - began}
 
 
-def _require_same(folder: Path, recorded: list[SourceFile], now: list[SourceFile]) -> None:
+def _require_unchanged(folder: Path, recorded: list[SourceFile], now: list[SourceFile]) -> None:
     """`CheckpointChanged` names the first file that is not in both, with the same stat tuple."""
     if changed := changed_files(recorded, now):
         raise CheckpointChanged(file=str(folder / changed[0]), problem="is not the file any more that was loaded")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from .errors import ConnectionFailed
 
+DESCRIPTION_BYTES = 1 << 20  # of a node, as UTF-8
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -23,10 +25,15 @@ class Job:
 
     @property
     def address(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return host_and_port(self.host, self.port)
 
     def key(self, what: str, node: int) -> str:
         return f"weightcached/{self.round}/{what}/{node}"
+
+
+def host_and_port(host: object, port: object) -> str:
+    """As people write them: "10.0.0.1:29650", "[::1]:29650"."""
+    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -49,4 +56,4 @@ def refused(host: str, port: int, error: OSError) -> ConnectionFailed:
         errno.EACCES: "may not be listened on by this user; take a master_port of 1024 or more",
         errno.EAFNOSUPPORT: "needs internet sockets, which the unit forbids; see network.conf.example beside the unit",
     }.get(error.errno or 0, f"cannot be listened on: {error.strerror or error}")
-    return ConnectionFailed(path=f"{host}:{port}", problem=problem)
+    return ConnectionFailed(path=host_and_port(host, port), problem=problem)

@@ -24,7 +24,7 @@ import signal
 import socket
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .errors import (
     ConnectionLost,
@@ -34,13 +34,14 @@ from .errors import (
     WeightCacheError,
     to_wire,
 )
-from .meeting import Job, listen
+from .meeting import DESCRIPTION_BYTES, Job, listen
 from .wire import framing
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from torch.distributed import TCPStore
 
-DESCRIPTION_BYTES = 1 << 20
 LEAVE_SECONDS = 10.0  # for the other nodes to have read everything
 
 
@@ -51,11 +52,10 @@ def run(channel_fd: int) -> int:
         try:
             job = _receive(channel)
             _end_with(channel, alive=True)
-            answer: dict[str, Any] = {"met": {"descriptions": meet(job)}}
+            frame = framing.Frame({"met": {"descriptions": meet(job)}})  # which may be too large for one
         except WeightCacheError as error:
-            code, answer = 1, {"failed": {"error": to_wire(error)}}
+            code, frame = 1, framing.Frame({"failed": {"error": to_wire(error)}})
         _end_with(channel, alive=False)
-        frame = framing.Frame(answer)
         with contextlib.closing(frame), contextlib.suppress(OSError):  # the service itself may be what is gone
             frame.send(channel)
     return code
@@ -106,6 +106,9 @@ def _exchange(job: Job, store: TCPStore, deadline: float) -> list[str]:
     store.set(job.key("node", job.node), job.description)
     if missing := _wait(job, store, "node", deadline):
         names = ", ".join(f"node {node}" for node in missing)
+        store.set(job.key("read", job.node), "1")
+        if job.node == 0:  # or the others, whose time began a little later, would say that node 0 has gone
+            _wait(job, store, "read", time.monotonic() + LEAVE_SECONDS, without=missing)
         raise TimedOut(path=job.address, seconds=job.seconds, waited_for=f"{names} to come to the rendezvous there")
     found = []
     for node in everybody:
@@ -119,15 +122,16 @@ def _exchange(job: Job, store: TCPStore, deadline: float) -> list[str]:
     return found
 
 
-def _wait(job: Job, store: TCPStore, what: str, deadline: float) -> list[int]:
-    """Waits until every node has written that key. Returns those that have not by then."""
+def _wait(job: Job, store: TCPStore, what: str, deadline: float, without: Collection[int] = ()) -> list[int]:
+    """Waits until every node but those has written that key. Returns those that have not by then."""
     from torch.distributed import DistStoreError
 
     left = timedelta(seconds=max(deadline - time.monotonic(), 0.01))
+    nodes = [node for node in range(job.nodes) if node not in without]
     try:
-        store.wait([job.key(what, node) for node in range(job.nodes)], left)
+        store.wait([job.key(what, node) for node in nodes], left)
     except DistStoreError:
-        return [node for node in range(job.nodes) if not store.check([job.key(what, node)])]
+        return [node for node in nodes if not store.check([job.key(what, node)])]
     return []
 
 

@@ -8,7 +8,9 @@ The forward pass takes the tensors by their names on disk, as `attach` gives the
 
 from __future__ import annotations
 
+import functools
 import json
+import random
 import struct
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +23,7 @@ import torch.nn.functional as functional
 
 THETA, EPSILON = 1e6, 1e-6
 _BLOCK = 16 << 20  # elements that a thread makes at once
+_FREE = -0x7F81  # bits of a bfloat16 that may be anything: its sign and its mantissa
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ def write(folder: Path, shape: Shape) -> int:
     text += b" " * (-len(text) % 8)
     (folder / "config.json").write_text(json.dumps(shape.config()))
     path = folder / "model.safetensors"
+    _random()
     with path.open("wb") as file, ThreadPoolExecutor(8) as pool:
         file.write(struct.pack("<Q", len(text)) + text)
         for name, size in shape.tensors().items():
@@ -115,10 +119,15 @@ def write(folder: Path, shape: Shape) -> int:
 
 
 def _small(count: int) -> torch.Tensor:
-    """Random bits of sign and mantissa around an exponent: no NaN, nothing that overflows."""
-    generator = torch.Generator()  # that of the process is locked while it is used: threads would take turns
-    generator.seed()
-    return torch.empty(count, dtype=torch.int16).random_(-(1 << 15), 1 << 15, generator=generator) & -0x7F81 | 0x3C00
+    """Random bits of sign and mantissa around an exponent: no NaN, nothing that overflows. No two blocks are alike."""
+    start = random.randrange(_BLOCK)
+    return _random()[start : start + count] ^ (random.randrange(1 << 16) - (1 << 15) & _FREE)
+
+
+@functools.cache
+def _random() -> torch.Tensor:
+    """Two blocks of them, of which each block is a part: making all anew would take longer than writing them."""
+    return torch.empty(2 * _BLOCK, dtype=torch.int16).random_(-(1 << 15), 1 << 15) & _FREE | 0x3C00
 
 
 def _ones(count: int) -> torch.Tensor:

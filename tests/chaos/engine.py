@@ -178,6 +178,8 @@ def main() -> None:
 
     import weightcached.client.attach  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # what an engine drops it collects without going through all of torch, in pages that it would then copy
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         mine = nurse(channel)
     if mine is not None:

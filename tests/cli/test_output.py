@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from weightcached.cli.output import cluster_lines, human_bytes, print_json, print_table, rank_label
+from weightcached.cli.output import cluster_lines, human_bytes, print_json, print_table, rank_label, shard_notes
 
 TABLE = """
 from weightcached.cli.output import print_table
@@ -161,19 +161,36 @@ def test_a_rank_is_named_by_what_is_cut(sizes: dict[str, tuple[int, int]], label
 def test_the_nodes_of_a_cluster_are_a_line_each() -> None:
     """With state, address, age and ranks; what came from elsewhere cannot forge a line. None without a cluster."""
     usual = {"address": None, "seen": None, "problem": None, "ranks": {}}
+    cut_off = {"node": 1, "state": "gone", "address": "10.0.0.2", "seen": 17.4}
     nodes = [
         {**usual, "node": 0, "state": "loaded", "address": "10.0.0.1", "seen": 0.0, "ranks": {"m": [0, 7]}},
-        {"node": 1, "state": "gone", "address": "10.0.0.2", "seen": 17.4, "problem": "a\nb", "ranks": {"m": [8, 8]}},
+        {**cut_off, "problem": "a\nb", "ranks": {"m": [8, 8]}, "absent": ["m"]},
         {**usual, "node": 2, "state": "unknown"},
     ]
     cluster = {"node": 0, "master": "10.0.0.1:29650", "agreed": False, "problem": "why", "dropped": {}, "nodes": nodes}
     assert cluster_lines(cluster) == [
         "cluster: node 0 of 3, meets at 10.0.0.1:29650, not agreed: why",
         "  node 0: loaded, this one, ranks m 0-7",
-        "  node 1: gone, 10.0.0.2, seen 17 s ago, ranks m 8: a\\nb",
+        "  node 1: gone, 10.0.0.2, seen 17 s ago, ranks m 8 (not cached): a\\nb",
         "  node 2: unknown, no address known, ranks none",
     ]
     dropped = cluster_lines({**cluster, "agreed": True, "problem": None, "dropped": {"malformed": 3, "foreign": 1}})
     assert dropped[0].endswith("29650, agreed")
+    assert cluster_lines({**cluster, "meeting": 12.3})[0].endswith("29650, not agreed, meeting for 12 s: why")
     assert dropped[-1] == "  datagrams dropped: 1 foreign, 3 malformed"
     assert cluster_lines(None) == []
+
+
+@pytest.mark.parametrize(
+    ("shard", "notes"),
+    [
+        ({"state": "cached", "digest": "known", "pin": False}, ""),
+        ({"state": "cached"}, ""),  # of a worker of an older version
+        ({"state": "cached", "digest": "pending", "pin": True}, ", pinned, digest pending"),
+        ({"state": "cached", "digest": "given up: it is gone: all"}, ", digest given up"),
+        ({"state": "draining", "digest": "pending", "pin": True}, ""),
+    ],
+)
+def test_notes_beside_a_shards_state(shard: dict[str, object], notes: str) -> None:
+    """Only of what can still be attached: that it stays, and that its files have no digest."""
+    assert shard_notes(shard) == notes

@@ -11,9 +11,12 @@ import pytest
 
 from tests.client.handmade import RunningWorker
 from tests.client.lending import Host, Listener
+from tests.client.on_disk import folder, no_digest, reads, sharded
 from weightcached.client.keeper import Grant
 from weightcached.client.leases import Lease
 from weightcached.wire.connection import Connection
+
+__all__ = ["folder", "no_digest", "reads", "sharded"]  # fixtures, found here by their names
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -171,9 +171,9 @@ class RunningWorker:
         self._tell({"models": models})
         self.status()
 
-    def digested(self, model: str, generation: int) -> None:
-        """What the service says when the digest of a shard's files is known."""
-        self._tell({"digested": {"model": model, "generation": generation}})
+    def digested(self, model: str, generation: int, problem: str | None = None) -> None:
+        """What the service says when the digest of a shard's files is known, or is given up."""
+        self._tell({"digested": {"model": model, "generation": generation, "problem": problem}})
 
     def status(self) -> dict[str, Any]:
         with Connection.open(self.path, device=DEVICE) as connection:

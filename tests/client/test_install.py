@@ -85,6 +85,28 @@ def test_everyone_who_holds_a_parameter_sees_it(worker: RunningWorker) -> None:
     assert model.gate.scale.unique().tolist() == [4.0]
 
 
+@pytest.mark.parametrize("mode", ["zero_copy", "copy"])
+@pytest.mark.parametrize("built", [False, True])
+def test_in_inference_mode(worker: RunningWorker, mode: Any, built: bool) -> None:
+    """Attached, installed and copied in that mode, the tensors are what they are without it: they can be written,
+    loaded into and used on either side of it; of a module that was built in that mode too."""
+    with torch.inference_mode(built):
+        model = on_meta()
+    weight = model.gate.weight
+    with torch.inference_mode():
+        worker.publish(make_shard(GATE, key=ENGINE, aliases={"head.weight": "gate.weight"}))
+        weights = attach("tiny", device=DEVICE, mode=mode)
+        weights.install(model)
+        expected = model.head(torch.ones(4))
+        weights.private_copy()
+    assert model.gate.weight is model.head.weight is weight and type(weight) is Weight
+    assert not any(tensor.is_inference() for tensor in model.state_dict().values())
+    assert torch.equal(model.head(torch.ones(4)), expected)
+    model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
+    model.gate.scale.add_(1)
+    assert model.gate.weight.unique().tolist() == [3.0] and model.gate.scale.unique().tolist() == [5.0]
+
+
 def test_private_tensors_are_copies_and_the_others_are_not(worker: RunningWorker) -> None:
     """The parameters lie in the slab, the private buffer does not."""
     model = on_meta()

@@ -43,6 +43,7 @@ def test_an_engine_on_a_gpu(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) 
     service = RunningService(runtime_dir, f'devices = ["{device}"]\n').ready()
     try:
         torch.manual_seed(1)
+        torch.cuda.empty_cache()  # tensors in a segment that others have left come free with the last of them only
         # 16 parameters of 32 MiB, and one that the engine has on the CPU.
         engine = {str(number): torch.randn(8 * MIB, device="cuda:0") for number in range(16)}
         engine["cpu"] = torch.randn(10)

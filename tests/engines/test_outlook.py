@@ -1,4 +1,4 @@
-"""engines/outlook.py: what a worker and its service say of a model; the rest of it is in test_policy.py."""
+"""engines/outlook.py: what a worker and its service say of a model; the rest of it is in test_policy*.py."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ import pytest
 
 from tests.client.handmade import DEVICE, RunningWorker
 from tests.conftest import MakeCheckpoint
-from tests.engines.tiny import FILE, cache, digests_of
+from tests.engines.tiny import FILE
 from tests.running import RunningService
 from weightcached.engines import outlook
-from weightcached.errors import TimedOut
 from weightcached.shard.key import ShardKey
-from weightcached.wire.connection import Connection
-from weightcached.wire.messages import Reserve
 
 
 @pytest.fixture
@@ -54,26 +51,6 @@ def test_who_is_configured(runtime_dir: Path, folder: Path) -> None:
 def test_a_service_that_does_not_say(worker: RunningWorker, folder: Path) -> None:
     """A worker whose service cannot be asked is no error: nothing is known of what is configured."""
     assert outlook.configured(worker.status(), folder, None, "checkpoint", soon()) is None
-
-
-def test_a_publisher_that_takes_too_long(worker: RunningWorker) -> None:
-    """The wait for who has reserved room ends, and says for whom it was; other names are not waited for."""
-    with Connection.open(worker.path, device=DEVICE) as publisher:
-        publisher.request(Reserve("slow", 64))[1].close()
-        outlook.wait_for_publisher(DEVICE, ["other"], soon())
-        with pytest.raises(TimedOut, match="the publisher of slow, which has reserved room"):
-            outlook.wait_for_publisher(DEVICE, ["slow"], time.monotonic() + 0.2)
-
-
-def test_the_same_shard(worker: RunningWorker, folder: Path) -> None:
-    """It has the key, and exactly these files."""
-    cache(worker, folder, key={"layout": "a/1"})
-    shards = worker.status()["shards"]
-    _, files = digests_of(folder)
-    found = outlook.same_shard(shards, {"layout": "a/1"}, files)
-    assert found is not None and found["model"] == "tiny"
-    assert outlook.same_shard(shards, {"layout": "a/2"}, files) is None
-    assert outlook.same_shard(shards, {"layout": "a/1"}, [*files, *files]) is None
 
 
 def test_the_most_similar_form(folder: Path) -> None:

@@ -14,6 +14,7 @@ from tests.client.handmade import RunningWorker
 from tests.conftest import MakeCheckpoint
 from tests.engines.tiny import FILE, NAME, attached, from_disk, run, said, wanted
 from weightcached.client import publish as publishing
+from weightcached.engines import policy
 from weightcached.engines.policy import Options, find, publish_loaded
 from weightcached.errors import ConnectionLost, DeviceFull
 
@@ -52,15 +53,50 @@ def test_a_miss_makes_the_next_start_a_hit(worker: RunningWorker, folder: Path, 
 
 
 def test_two_engines_that_miss_at_once(worker: RunningWorker, folder: Path, caplog: Caplog) -> None:
-    """The second one sees that the same weights are there meanwhile: it says so at INFO and keeps its own copy."""
+    """The second one finds the same weights there meanwhile: it says so at INFO, and runs from that copy too."""
     first, shared = load_and_publish(folder)
-    second, nothing = load_and_publish(folder)
-    assert nothing is None and run(second) == run(first) == VALUES
-    assert [shard["generation"] for shard in worker.status()["shards"]] == [1]
+    second, same = load_and_publish(folder)
+    assert shared is not None and same is not None and run(second) == run(first) == VALUES
+    assert second.w.data_ptr() == same["w"].data_ptr()
+    (shard,) = worker.status()["shards"]
+    assert (shard["generation"], len(shard["leases"])) == (1, 2)
     assert not said(caplog)
-    (line,) = [line for line in said(caplog, 20) if "meanwhile" in line]
-    assert line.endswith(f"is cached meanwhile, as {NAME}, generation 1; this engine keeps the copy of its own")
+    (line,) = [line for line in said(caplog, 20) if "by another process" in line]
+    assert line.startswith(f"{NAME} has been published on host-0 by another process, as generation 1 of {NAME}; ")
+    del first, shared, second, same
+    gc.collect()
+
+
+def test_two_engines_that_do_not_agree(worker: RunningWorker, folder: Path, caplog: Caplog) -> None:
+    """The same key and other bytes: one warning that names the tensor, and the engine keeps its own copy."""
+    first, shared = load_and_publish(folder)
+    files, second = publishing.checkpoint_files(folder), from_disk(folder)
+    second.w.data[1] = 7.0
+    assert publish_loaded(wanted(folder, LAYOUT), Options(), second, files) is None
+    assert run(second) == [1.0, 7.0, 3.0, 4.0] and run(first) == VALUES
+    (warning,) = said(caplog)
+    assert warning == (
+        f"tiny 1.0: {NAME} is not published, and this engine keeps the copy of its own: "
+        f"{NAME}: generation 1 on host-0 has the same key, but w has other bytes"
+    )
+    assert [shard["generation"] for shard in worker.status()["shards"]] == [1]
     del first, shared
+    gc.collect()
+
+
+def test_a_service_that_does_not_answer(
+    worker: RunningWorker, folder: Path, caplog: Caplog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service that hangs while it takes the weights over holds the engine for the timeout, and no longer than
+    PUBLISH_SECONDS: one warning, and the engine runs on."""
+    monkeypatch.setattr(worker, "_tell", lambda message: None)  # "held" never comes
+    monkeypatch.setattr(policy, "PUBLISH_SECONDS", 0.3)
+    monkeypatch.setattr(publishing, "ANSWER_SECONDS", 0.0)
+    module, shared = load_and_publish(folder, Options(timeout=600.0))
+    assert shared is None and run(module) == VALUES
+    (warning,) = said(caplog)
+    assert "s for the service to take over tiny-1; this process keeps the weights, as its own memory" in warning
+    del module
     gc.collect()
 
 

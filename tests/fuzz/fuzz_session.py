@@ -236,23 +236,25 @@ class Service:
                     self._worker.tell({answer: name})
 
 
-def at_rest(worker: WorkerProcess, wanted: int | None = None) -> tuple[int, int]:
+def at_rest(worker: WorkerProcess, wanted: int | None = None, patience: float = SECONDS) -> tuple[int, int]:
     """Descriptors and bytes of memory of a worker that serves and holds nothing: every model is evicted first.
 
     Looks again until the worker has seen the end of every connection, as the kernel tells nobody when that is; and one
     that sent too fast is not listened to for a moment. So it looks until there are as many descriptors as are `wanted`,
-    or, where nobody knows how many, twice the same.
+    or, where nobody knows how many, twice the same; for `SECONDS`, or until nothing has changed for `patience` seconds.
     """
     with worker.client() as client:
         for held in client.ask({"op": "status"})["shards"]:
             if held["state"] == "cached":
                 client.ask({"op": "evict", "model": held["model"], "force": True})
-    end = time.monotonic() + SECONDS
+    started = changed = time.monotonic()
     found = -1
-    while time.monotonic() < end:
+    while time.monotonic() < min(started + SECONDS, changed + patience):
         with worker.client() as client:
             status = client.ask({"op": "status"})
             before, found = found, worker.descriptors()
+        if found != before:
+            changed = time.monotonic()
         if found == (before if wanted is None else wanted) and not status["shards"] and not status["reservations"]:
             break
         time.sleep(0.02)
@@ -260,9 +262,9 @@ def at_rest(worker: WorkerProcess, wanted: int | None = None) -> tuple[int, int]
     return found, pages * resource.getpagesize()
 
 
-def check(worker: WorkerProcess, before: tuple[int, int]) -> tuple[int, int]:
+def check(worker: WorkerProcess, before: tuple[int, int], patience: float) -> tuple[int, int]:
     """Fails unless the worker is what it was: it serves, without a defect, no descriptor and no memory is left."""
-    now = at_rest(worker, before[0])
+    now = at_rest(worker, before[0], patience)
     assert worker.process.poll() is None
     assert "Traceback" not in worker.log(), worker.log()
     assert now[0] == before[0], f"{now[0]} descriptors, {before[0]} before"
@@ -270,8 +272,9 @@ def check(worker: WorkerProcess, before: tuple[int, int]) -> tuple[int, int]:
     return now
 
 
-def fuzz(messages: int, seed: int, *, spoiled: str = "") -> dict[str, Any]:
-    """A worker is fuzzed for a while, looked at, fuzzed on, and must then be as it was. Returns what was met."""
+def fuzz(messages: int, seed: int, *, spoiled: str = "", patience: float = SECONDS) -> dict[str, Any]:
+    """A worker is fuzzed for a while, looked at, fuzzed on, and must then be as it was (`at_rest`). Returns what was
+    met."""
     worker = WorkerProcess(limit=64 * LIMIT, spoiled=spoiled).serve()
     service = Service(worker)
     try:
@@ -282,7 +285,7 @@ def fuzz(messages: int, seed: int, *, spoiled: str = "") -> dict[str, Any]:
             fuzzer.close()
             if share == 0.4:  # pools of memory have filled; the descriptors must be the first ones all the same
                 warm = at_rest(worker)
-        now = check(worker, (cold[0], warm[1]))
+        now = check(worker, (cold[0], warm[1]), patience)
         met = {"sent": fuzzer.sent, "descriptors": fuzzer.descriptors, "cut_short": fuzzer.cut_short}
         return {**met, "growth": now[1] - warm[1], "replies": fuzzer.replies}
     finally:

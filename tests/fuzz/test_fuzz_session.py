@@ -11,6 +11,7 @@ from tests.fuzz.fuzz_session import fuzz
 
 MESSAGES = int(os.environ.get("WEIGHTCACHED_FUZZ_MESSAGES") or fuzz_session.MESSAGES)
 SEED = int(os.environ.get("WEIGHTCACHED_FUZZ_SEED") or 1)
+PATIENCE = 3.0  # seconds in which nothing changes any more, after which a planted leak is not waited for
 
 # Every twentieth set of descriptors leaves one behind; none of its own: a connection, for one, would not end.
 DESCRIPTOR_LEAK = """
@@ -58,4 +59,4 @@ def test_a_worker_under_fire_is_as_it_was(capsys: pytest.CaptureFixture[str]) ->
 def test_a_planted_leak_is_found(spoiled: str, finding: str) -> None:
     """A worker that loses descriptors, or forgets nothing, fails the same check."""
     with pytest.raises(AssertionError, match=finding):
-        fuzz(2000, SEED, spoiled=spoiled)
+        fuzz(2000, SEED, spoiled=spoiled, patience=PATIENCE)

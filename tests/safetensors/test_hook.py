@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from tests.running import ROOT, import_path
 from tests.safetensors.conftest import Cache
+from tests.warm import Warm
 
 PROGRAM = """
 import sys
@@ -56,24 +58,34 @@ def test_the_runner_serves_a_module(file: Path, cache: Cache, tmp_path: Path) ->
     assert printed == f"{CACHED} __main__\n"
 
 
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Warm]:
+    """Forks interpreters that have imported torch, and neither the library nor this package."""
+    started = Warm("torch")
+    yield started
+    started.close()
+
+
 @pytest.mark.parametrize(
     ("value", "late", "expected"),
     [("1", False, CACHED), ("1", True, CACHED), ("map", True, CACHED), ("0", False, ON_DISK), ("", True, ON_DISK)],
 )
 def test_an_import_of_the_package_honours_the_variable(
-    file: Path, cache: Cache, value: str, late: bool, expected: list[int]
+    warm: Warm, file: Path, cache: Cache, value: str, late: bool, expected: list[int]
 ) -> None:
     """Before or after the library and its users: `load_file` and a `safe_open` taken earlier read through the cache."""
     cache(file)
     imports = ["import weightcached", "from safetensors import safe_open", "from safetensors.torch import load_file"]
     if late:
         imports.append(imports.pop(0))
-    program = "\n".join(imports) + (
-        "\nimport sys; print(load_file(sys.argv[1])['a'].tolist());"
-        "print(safe_open(sys.argv[1], 'pt').get_tensor('a').tolist())"
+    program = "\n".join(["import sys; assert not {'safetensors', 'weightcached'} & set(sys.modules)", *imports]) + (
+        "\nprint(load_file(sys.argv[1])['a'].tolist());print(safe_open(sys.argv[1], 'pt').get_tensor('a').tolist())"
     )
 
-    assert python("-c", program, str(file), WEIGHTCACHED_SAFETENSORS=value) == f"{expected}\n{expected}\n"
+    environ = {**os.environ, "PYTHONPATH": import_path(), "WEIGHTCACHED_SAFETENSORS": value}
+    done = warm.start("-c", program, str(file), cwd=ROOT, environ=environ).wait(RUN_SECONDS)
+
+    assert (done.returncode, done.stdout) == (0, f"{expected}\n{expected}\n"), done.stderr
 
 
 def test_wrong_arguments_of_the_runner(tmp_path: Path) -> None:
@@ -83,7 +95,7 @@ def test_wrong_arguments_of_the_runner(tmp_path: Path) -> None:
     assert "usage:" in python("-m", "weightcached.safetensors", "--help")
 
 
-def test_uninstalling_gives_the_library_back() -> None:
+def test_uninstalling_gives_the_library_back(warm: Warm) -> None:
     """In the library and in a module that had taken it; installing twice is installing once."""
     program = (
         "import safetensors, safetensors.torch; from safetensors._safetensors_rust import safe_open\n"
@@ -94,7 +106,8 @@ def test_uninstalling_gives_the_library_back() -> None:
         "hook.uninstall()\n"
         "assert not hook.installed() and safetensors.torch.safe_open is safetensors.safe_open is real[0]\n"
     )
-    python("-c", program)
+    done = warm.start("-c", program, cwd=ROOT, environ={**os.environ, "PYTHONPATH": import_path()}).wait(RUN_SECONDS)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_transformers_reads_through_it(tmp_path: Path, cache: Cache) -> None:

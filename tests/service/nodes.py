@@ -22,7 +22,8 @@ KEEP_ALIVE = 0.3  # of the nodes, in seconds: one is gone after 0.9
 def free_port(host: str = "127.0.0.1") -> int:
     """A port of that address that nobody has, neither by TCP nor by UDP."""
     while True:
-        with socket.create_server((host, 0)) as tcp, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, 0), family=family) as tcp, socket.socket(family, socket.SOCK_DGRAM) as udp:
             port = int(tcp.getsockname()[1])
             try:
                 udp.bind((host, port))

@@ -12,9 +12,20 @@ import pytest
 
 from weightcached.config import load_config
 from weightcached.errors import ProtocolError
-from weightcached.service.agreement import Description, describe, differences, digest_of, parse, to_text
+from weightcached.service.agreement import (
+    SHOWN_DIFFERENCES,
+    SHOWN_VALUES,
+    Description,
+    describe,
+    differences,
+    digest_of,
+    parse,
+    sentence,
+    to_text,
+)
 from weightcached.service.models import Model
 
+NO_MODEL = {"ranks": [0, 1], "bytes": [], "settings": {}, "key": None}
 KEY = {"content": "c0ffee", "layout": "checkpoint", "tensor_parallel_size": 2}
 
 
@@ -59,7 +70,7 @@ def changed(path: str, value: Any) -> Callable[[Description], None]:
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "expected"),
     [
         (changed("models/m/key/content", "dead"), 'm: content is "c0ffee" on nodes 0, 2 and "dead" on node 1'),
         (changed("models/m/key/layout", "x"), 'm: layout is "checkpoint" on nodes 0, 2 and "x" on node 1'),
@@ -81,7 +92,7 @@ def changed(path: str, value: Any) -> Callable[[Description], None]:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_each_difference_names_model_field_values_and_nodes(
-    described: Callable[[int], Description], change: Callable[[Description], None], sentence: str
+    described: Callable[[int], Description], change: Callable[[Description], None], expected: str
 ) -> None:
     """One sentence for each, the same on every node."""
     nodes = [described(0), described(1), copy.deepcopy(described(1))]
@@ -89,7 +100,7 @@ def test_each_difference_names_model_field_values_and_nodes(
     change(nodes[1])
     found = differences(nodes)
     assert len(found) == 1
-    assert str(found[0]).startswith(sentence)
+    assert str(found[0]).startswith(expected)
     assert len(str(found[0])) < 250
 
 
@@ -102,6 +113,34 @@ def test_what_is_not_cached_everywhere_is_compared_where_it_is(described: Callab
     assert differences(nodes) == []
     nodes[1]["models"]["m"]["key"]["layout"] = "other"
     assert [item.field for item in differences(nodes)] == ["layout"]
+
+
+def test_many_differences_are_one_line(described: Callable[[int], Description]) -> None:
+    """Whatever some of many nodes send: each sentence is short, and so is all of them."""
+    nodes = [described(0), *(copy.deepcopy(described(1)) for _ in range(99))]
+    for number, item in enumerate(nodes):
+        model = item["models"]["m"]
+        item["models"] = {f"m{name}": {**model, "ranks": [number, 1]} for name in range(50)}
+        item["models"]["m0"]["settings"] = {f"setting{name}": "x" * 1000 + str(number) for name in range(50)}
+        item["software"]["weightcached"] = "9" if number % 2 else "8"
+    found = differences([parse(to_text(item), number) for number, item in enumerate(nodes)])
+    assert len(found) == 51
+    assert max(len(str(item)) for item in found) < 2500
+    said = sentence(found)
+    assert said.startswith('the nodes differ: weightcached is "8" on nodes 0, 2, 4')
+    assert "; and 34 more and " not in said and "30 and 34 more and" in said
+    assert said.endswith(f"; and {51 - SHOWN_DIFFERENCES} more")
+    assert f"and {100 - SHOWN_VALUES + 1} other values elsewhere; m0: setting1 is " in said
+
+
+def test_another_version_concerns_every_model(described: Callable[[int], Description]) -> None:
+    """As it may cut otherwise; a setting of the cluster concerns none, and what differs in a model that one alone."""
+    nodes = [described(0), described(1)]
+    nodes[1]["software"]["weightcached"] = "9.9"
+    nodes[1]["cluster"]["keep_alive"] = 9.0
+    nodes[1]["models"]["m"]["settings"]["dtype"] = "float16"
+    concerned = {item.field: (item.concerns("m"), item.concerns("n")) for item in differences(nodes)}
+    assert concerned == {"weightcached": (True, True), "keep_alive": (False, False), "dtype": (True, False)}
 
 
 def test_a_description_comes_through(described: Callable[[int], Description]) -> None:
@@ -122,11 +161,20 @@ def test_a_description_comes_through(described: Callable[[int], Description]) ->
         json.dumps({"software": {}, "cluster": {}, "models": {"m": {"ranks": [1], "bytes": []}}}),
         json.dumps({"software": {}, "cluster": {}, "models": {"m": {"ranks": [0, "1"], "bytes": []}}}),
         json.dumps({"software": {}, "cluster": {}, "models": {"m": {"ranks": [0, 1], "bytes": [], "settings": 1}}}),
+        json.dumps({"software": {}, "cluster": {}, "models": {"m": {**NO_MODEL, "ranks": [-1, 1]}}}),
+        json.dumps({"software": {}, "cluster": {}, "models": {"m": {**NO_MODEL, "ranks": [1 << 60, 1]}}}),
+        json.dumps({"software": {}, "cluster": {}, "models": {"m": {**NO_MODEL, "key": {"a b": 1}}}}),
+        json.dumps({"software": {}, "cluster": {}, "models": {"\ud800": NO_MODEL}}),
+        json.dumps({"software": {}, "cluster": {}, "models": {"m" * 1000: NO_MODEL}}),
+        json.dumps({"software": {"x" * 100: 1}, "cluster": {}, "models": {}}),
+        json.dumps({"software": {}, "cluster": {"x\n": 1}, "models": {}}),
+        '{"software": {"x": ' + "[" * 20 + "]" * 20 + '}, "cluster": {}, "models": {}}',
         "[" * 100_000,
     ],
-    ids=range(11),
+    ids=range(19),
 )
 def test_what_is_no_description_is_refused_by_its_node(text: str) -> None:
     """Whatever a node writes into the store, nobody fails on it in another way."""
-    with pytest.raises(ProtocolError, match="node 3 sent a description that is not readable"):
+    with pytest.raises(ProtocolError, match="node 3 sent a description that is not readable") as caught:
         parse(text, 3)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 300

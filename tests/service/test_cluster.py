@@ -18,7 +18,7 @@ from tests.manager import Manager
 from tests.running import process_of_role, wait_for_end
 from tests.service.conftest import model
 from tests.service.nodes import KEEP_ALIVE, SECONDS, LossyPath, Node, free_port, table
-from weightcached.errors import ConfigError, ModelFailed, ModelLoading
+from weightcached.errors import ConfigError, ModelFailed, ModelLoading, TimedOut
 from weightcached.fds import FdSet
 from weightcached.service.membership import cluster_id
 from weightcached.wire.connection import Connection
@@ -181,6 +181,8 @@ def test_a_node_that_dies_before_the_agreement(make_node: MakeNode, llama: Llama
     first.start().service.wait_for("serving llama (1 of 1 models", SECONDS)
     with pytest.raises(ModelLoading):
         attach(first, "host-0")
+    said = first.service.ctl("wait", "llama", "--timeout", "0.1", code=TimedOut.exit_code)
+    assert "llama (the nodes of the cluster have not agreed on it yet)" in said
     assert held(first, "host-0", content=first.service.status()["devices"][0]["shards"][0]["key"]["content"])
     second.start()
     loader = process_of_role(second.service, "loader")
@@ -271,6 +273,7 @@ def test_a_node_that_need_not_wait(make_node: MakeNode, llama: Llama, tmp_path: 
         assert "llama: content is" in problem and "on node 1" in problem
         assert "the nodes differ: llama: content is" in refused(node, "host-0")
         assert problem in node.service.ctl("status")
+        assert "the nodes differ: llama: content is" in node.service.ctl("wait", "llama", code=ModelFailed.exit_code)
     for file in folder.glob("*.safetensors"):
         shutil.copy(file, other / file.name)
     second.service.ctl("reload")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +21,12 @@ from tests.service.conftest import HOST, HOSTS, StartService, held_by, model
 from tests.test_digester import IDLE, io_class
 from weightcached.checkpoint.fileset import open_checkpoint
 from weightcached.checkpoint.remembered import recall
+from weightcached.errors import CheckpointError
 from weightcached.paths import socket_path
-from weightcached.shard.key import STAT_CONTENT
-from weightcached.shard.manifest import SourceFile
+from weightcached.service import digests
+from weightcached.service.vault import DigestEnd, HeldShard
+from weightcached.shard.key import STAT_CONTENT, ShardKey
+from weightcached.shard.manifest import ManifestHead, SlabEntry, SourceFile, TensorTable, write_manifest
 from weightcached.wire.connection import Connection
 from weightcached.wire.messages import Status, Subscribe
 
@@ -59,6 +64,22 @@ def digested(watcher: Connection) -> dict[str, Any]:
     while (event := watcher.next_event(30))["what"] != "digested":
         pass
     return event
+
+
+def digest_of_engine(service: RunningService) -> str:
+    """What the status says of the digest, as soon as it is not pending any more."""
+    found = ""
+
+    def ended() -> bool:
+        nonlocal found
+        with Connection.open(socket_path("host-0"), device="host-0") as connection:
+            status, fds = connection.request(Status())
+            fds.close()
+        found = status["shards"][0]["digest"] if status["shards"] else "pending"
+        return found != "pending"
+
+    wait_until(ended, service)
+    return found
 
 
 def touch(path: Path) -> None:
@@ -124,6 +145,10 @@ def test_a_digest_is_given_up(
     (line,) = (line for line in service.log.splitlines() if "its digest is given up" in line)
     assert "what was published of it is found by the very same files only" in line
     assert why in line
+    assert why in digest_of_engine(service).removeprefix("given up: ")
+    os.kill(process_of_role(service, "worker"), signal.SIGKILL)  # the next one is told again
+    assert why in digest_of_engine(service)
+    assert "digest given up" in service.ctl("status")
     assert recall(before) == [None]
     assert held_by("engine", "host-0", layout="test-1/0") == b"x0".ljust(16)
     if change is touch:
@@ -131,6 +156,92 @@ def test_a_digest_is_given_up(
         wait_until(lambda: "bytes digested in" in service.log, service)
         assert None not in recall(sources(checkpoint))
     service.stop()
+
+
+def held(*files: SourceFile, checkpoint: str | None = "/models/a", model: str = "m") -> HeldShard:
+    """A shard as an engine publishes one that it has loaded from these files."""
+    head = ManifestHead(
+        model=model,
+        generation=1,
+        device="host-0",
+        key=ShardKey(content=STAT_CONTENT + model, layout="test-1/0"),
+        slabs=(SlabEntry(0),),
+        tensor_count=0,
+        created="2026-01-01T00:00:00+00:00",
+        files=files,
+        attributes={} if checkpoint is None else {"checkpoint": checkpoint},
+    )
+    return HeldShard("host-0", model, 1, 0, [write_manifest(head, TensorTable((), {}))])
+
+
+def on_disk(number: int, name: str = "w.safetensors") -> SourceFile:
+    return SourceFile(name, number, 1, 8, 1, 1)
+
+
+def test_a_disk_that_hangs_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one file system one checkpoint is read at a time; those of another one go on meanwhile. What has no checkpoint
+    is given up at once, and what is digested by then is told for every shard of it."""
+    reading: list[str] = []
+    told: list[tuple[str, str | None]] = []
+
+    async def scenario() -> None:
+        answers, news = asyncio.Event(), asyncio.Event()
+
+        async def digest(checkpoint: str, files: tuple[SourceFile, ...]) -> dict[str, Any]:
+            reading.append(checkpoint)
+            if files[0].device == 1:
+                await answers.wait()
+            return {"bytes": 1, "seconds": 0.0}
+
+        monkeypatch.setattr(digests, "_digest", digest)
+        monkeypatch.setattr(digests, "recall", lambda files: [None])
+        shards = [
+            held(on_disk(1), checkpoint="/dead/a", model="a"),
+            held(on_disk(1, "v.safetensors"), checkpoint="/dead/b", model="b"),
+            held(on_disk(2), checkpoint="/good/c", model="c"),
+            held(on_disk(2), checkpoint="/good/c", model="d"),
+            held(on_disk(2), checkpoint=None, model="e"),
+        ]
+
+        def tell(device: str, model: str, generation: int, problem: str | None) -> None:
+            told.append((model, problem))
+            news.set()
+
+        queue = digests.Digests(tell)
+        running = asyncio.create_task(queue.run())
+        for shard in shards:
+            queue.add(shard)
+        async with asyncio.timeout(20):
+            while len(told) < 3:
+                news.clear()
+                await news.wait()
+            assert sorted(reading) == ["/dead/a", "/good/c"]
+            assert shards[0].digest is None and shards[2].digest == DigestEnd(None)
+            answers.set()
+            while len(told) < 5:
+                news.clear()
+                await news.wait()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        for shard in shards:
+            shard.close()
+
+    asyncio.run(scenario())
+    unsaid = "its publisher has not said which checkpoint it has loaded"
+    assert told == [("e", unsaid), ("c", None), ("d", None), ("a", None), ("b", None)]
+
+
+def test_a_disk_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is killed after a time in which any disk has answered, and the digest is given up."""
+    monkeypatch.setattr(digests, "PATIENCE_SECONDS", 0.2)
+    hanging = ["import time; time.sleep(60)"]
+
+    async def spawn(arguments: list[str], fds: dict[str, int]) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(sys.executable, "-c", *hanging, pass_fds=tuple(fds.values()))
+
+    monkeypatch.setattr(digests, "spawn_role", spawn)
+    with pytest.raises(CheckpointError, match=r"/dead: not read within 0 s; does its disk hang\?"):
+        asyncio.run(digests._digest("/dead", (on_disk(1),)))
 
 
 def test_a_stop_ends_a_digest(start_service: StartService, checkpoint: Path) -> None:

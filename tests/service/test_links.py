@@ -46,10 +46,10 @@ def config(node: int, port: int, address: str = "127.0.0.1", nodes: int = 2) -> 
 
 
 @asynccontextmanager
-async def end(node: int, port: int, nodes: int = 2, boot: str = "") -> AsyncIterator[End]:
+async def end(node: int, port: int, nodes: int = 2, boot: str = "", address: str = "127.0.0.1") -> AsyncIterator[End]:
     wake = asyncio.Event()
     beats = [Beat(node, nodes, boot or f"boot{node}", "loaded", "d")]
-    link = await open_link(config(node, port, nodes=nodes), lambda: beats[0], wake.set)
+    link = await open_link(config(node, port, address, nodes), lambda: beats[0], wake.set)
     try:
         yield End(link, wake, beats)
     finally:
@@ -86,6 +86,21 @@ def test_nodes_hear_of_one_another() -> None:
     asyncio.run(meet())
 
 
+def test_nodes_hear_of_one_another_by_ipv6() -> None:
+    """With the address in brackets, as it is written before a port."""
+
+    async def meet() -> None:
+        port = free_port("::1")
+        async with end(0, port, address="[::1]") as first, end(1, port, address="::1") as second:
+            steps = await both(first, second, lambda step: step.round != "")
+            assert steps[0].nodes[1].address == "::1"
+            with pytest.raises(ConnectionFailed, match=rf"\[::1\]:{port}: is in use by another program"):
+                async with end(0, port, address="[::1]"):
+                    pass
+
+    asyncio.run(meet())
+
+
 def test_who_comes_first_waits() -> None:
     """A node whose node 0 is not there yet knows nobody, fails at nothing, and is heard later."""
 
@@ -117,6 +132,25 @@ def test_who_leaves_says_why() -> None:
             first.link.say()
             step = await second.until(lambda step: step.nodes[0].problem is not None)
             assert step.nodes[0].state == "gone"
+
+    asyncio.run(meet())
+
+
+def test_who_starts_anew_was_gone() -> None:
+    """However fast it is back: both hear of it, once, and that it is there."""
+
+    async def meet() -> None:
+        port = free_port()
+        async with end(0, port) as first:
+            async with end(1, port) as second:
+                await both(first, second, lambda step: step.round != "")
+            async with end(1, port, boot="another") as second:
+                step, _ = await asyncio.gather(
+                    first.until(lambda step: step.nodes[1].problem == "it has started anew"),
+                    second.until(lambda step: step.nodes[0].state == "loaded"),
+                )
+                assert step.nodes[1].state == "gone"
+                await both(first, second, lambda step: step.nodes[1].state == "loaded")
 
     asyncio.run(meet())
 

@@ -22,8 +22,10 @@ from weightcached.service.membership import (
     Members,
     Seen,
     View,
+    absent,
     changes,
     cluster_id,
+    described,
     encode,
 )
 
@@ -82,10 +84,13 @@ def test_what_is_too_large_is_said_shorter() -> None:
         changed(encode(ID, BEAT), "beat", digest="x" * 65),
         changed(encode(ID, BEAT), "beat", problem=7),
         changed(encode(ID, BEAT), "beat", more=1),
+        changed(encode(ID, BEAT), "beat", boot="b\n"),
+        changed(encode(ID, BEAT), "beat", digest="\ud800"),
+        changed(encode(ID, BEAT), "beat", problem="x" * (PROBLEM_CHARS + 1)),
         changed(encode(ID, BEAT), "beat", problem="x" * BEAT_BYTES),
         json.dumps({"cluster": ID, "beat": {"node": 1}}).encode(),
     ],
-    ids=range(18),
+    ids=range(21),
 )
 def test_a_beat_that_is_none_is_dropped_and_counted(data: bytes) -> None:
     """Whatever is in it: nothing raises, and nothing of it is used."""
@@ -106,15 +111,32 @@ def test_a_beat_that_is_none_is_dropped_and_counted(data: bytes) -> None:
         {"nodes": 2},
         {"round": 1.5},
         {"boot": None},
+        {"boot": "\x1b[2J"},
         {"refused": 1},
+        {"refused": "x" * (PROBLEM_CHARS + 1)},
+        {"nodes": [{**asdict(Seen()), "address": "1" * 1000}] * 2},
+        {"nodes": [{**asdict(Seen()), "address": "a\nb"}] * 2},
+        {"nodes": [{**asdict(Seen()), "problem": "x" * (PROBLEM_CHARS + 1)}] * 2},
     ],
-    ids=str,
+    ids=range(15),
 )
 def test_a_view_that_is_none_is_dropped_and_counted(fields: dict[str, Any]) -> None:
     """As with beats; a view of another number of nodes is none."""
     datagrams = Datagrams(ID, 2)
     assert datagrams.view(changed(encode(ID, VIEW), "view", **fields)) is None
     assert datagrams.dropped == {"malformed": 1}
+
+
+def test_what_others_say_is_fit_for_a_line() -> None:
+    """Line ends, terminal controls and lone surrogates are escapes in what is kept of it, which has a length."""
+    said, shown = "it failed:\n\x1b[2J\ud800", "it failed:\\n\\x1b[2J\\ud800"
+    datagrams = Datagrams(ID, 2)
+    beat = datagrams.beat(changed(encode(ID, BEAT), "beat", problem=said))
+    assert beat is not None and beat.problem == shown
+    nodes = [{**asdict(Seen()), "problem": said}] * 2
+    view = datagrams.view(changed(encode(ID, VIEW), "view", nodes=nodes, refused="\x00" * PROBLEM_CHARS))
+    assert view is not None and [item.problem for item in view.nodes] == [shown] * 2
+    assert view.refused is not None and len(view.refused) == PROBLEM_CHARS
 
 
 def test_another_clusters_datagram_is_foreign() -> None:
@@ -169,6 +191,13 @@ def test_another_round_begins_when_something_is_new(members: Members, field: dic
     assert members.next_round(2.0) == 2
 
 
+def test_the_process_that_counts_is_known(members: Members) -> None:
+    """By its boot, as soon as it was heard, and whether it is still there."""
+    assert (members.boot_of(1), members.boot_of(7)) == ("b1", None)
+    assert [members.is_there(1, now) for now in (0.0, 1000.0)] == [True, False]
+    assert not members.is_there(7, 0.0)
+
+
 def test_what_was_overtaken_is_not_taken_in(members: Members) -> None:
     """An older datagram of the same process that comes later changes nothing."""
     members.heard(replace(BEAT, number=5), ("10.0.0.2", 2), 1.0)
@@ -191,9 +220,23 @@ def test_another_number_of_nodes_is_refused(members: Members) -> None:
     assert refused == "nodes = 3 in the config of node 1, 2 in that of node 0"
 
 
+def test_another_place_for_publishers_is_refused(members: Members) -> None:
+    """They would wait for one another before the nodes could compare anything else."""
+    refused = members.heard(replace(BEAT, publisher_port=29700), ("10.0.0.2", 2), 1.0)
+    assert refused == "publisher_port = 29700 in the config of node 1, none in that of node 0"
+
+
 def test_views_go_to_the_others(members: Members) -> None:
     """To the addresses that they were last heard from, and not to node 0 itself."""
     assert members.addresses() == [(1, ("10.0.0.2", 2))]
+
+
+def test_a_status_has_each_node() -> None:
+    """With its ranks, and with what is not cached there, where that is known."""
+    first, second = described([Seen("gone", "h", 2.0, "why"), Seen()], lambda node: {"m": [node, 7]}, [["m"]])
+    seen = {"state": "gone", "address": "h", "seen": 2.0, "problem": "why"}
+    assert first == {"node": 0, **seen, "ranks": {"m": [0, 7]}, "absent": ["m"]}
+    assert (second["ranks"], second["absent"]) == ({"m": [1, 7]}, [])
 
 
 def test_the_journal_says_what_has_become_of_the_others() -> None:
@@ -209,6 +252,28 @@ def test_the_journal_says_what_has_become_of_the_others() -> None:
     stopped = Seen("gone", problem="it was stopped")
     assert changes([loaded], [stopped], 1) == [(True, "node 0 is gone: it was stopped; what is here stays")]
     assert changes([gone], [replace(gone, age=20.0)], 1) == []
+
+
+@pytest.mark.parametrize(
+    ("states", "me", "refusal", "said"),
+    [
+        (["loaded", "loaded", "loading"], 0, None, ""),
+        (["loaded", "unknown", "gone"], 0, None, "node 1 (never heard of), node 2 (gone, last heard of at h2: why)"),
+        (["loaded", "unknown", "loaded"], 0, "nodes = 4", "node 1 (never heard of); nodes = 4"),
+        (["loaded", "loaded", "loaded"], 0, "nodes = 4", ""),
+        (["unknown", "loaded", "unknown"], 1, None, "node 0, which does not answer there; do all nodes have its"),
+        (["gone", "loaded", "unknown"], 1, None, "node 0 (gone, last heard of at h0: why)"),
+        (["loaded", "loaded", "unknown"], 1, None, "node 2 (never heard of)"),
+        (["gone", "loaded", "unknown"], 1, "node 0 refuses this one", ""),
+    ],
+)
+def test_a_start_says_who_is_not_there(states: list[Any], me: int, refusal: str | None, said: str) -> None:
+    """With the reason where one is known: that of the node itself, or why node 0 does not count it."""
+    nodes = [
+        Seen(state, f"h{node}", 1.0, "why") if state == "gone" else Seen(state) for node, state in enumerate(states)
+    ]
+    found = absent(nodes, me, refusal)
+    assert found == said or (found.startswith(said) and said.endswith("its"))
 
 
 @pytest.mark.parametrize("module", ["membership", "links", "cluster", "rounds", "agreement"])

@@ -460,7 +460,7 @@ def test_a_status_describes_the_whole_model() -> None:
         "model": "m", "devices": ["host-0"], "ranks": 1, "ranks_cached": 0, "state": "absent",
         "checkpoint": str(Path("/models/m")), "preload": False, "pin": False, "publisher": [], "generations": [None],
         "nbytes": None, "bytes_done": 0, "bytes_to_read": None, "load_seconds": None, "error": None,
-        "held_back": None,
+        "held_back": None, "held_back_for_good": False,
     }  # fmt: skip
     cached(model)
     model.load_seconds = 1.5

@@ -53,11 +53,20 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Awaitable[int]]:
 
 
 def test_two_rounds_meet() -> None:
-    """Each calls with both descriptions, and ends after its process."""
+    """Each calls with both descriptions, and ends after its process; node 0 as well if it refuses what it has found,
+    since the others may still be reading it."""
 
     async def meet() -> list[list[str]]:
         port, found = free_port(), list[list[str]]()
-        await asyncio.gather(*(Round().run(job(node, port), found.append) for node in range(2)))
+
+        def refuse(descriptions: list[str]) -> None:
+            found.append(descriptions)
+            raise ProtocolError(problem="not readable")
+
+        first, second = await asyncio.gather(
+            Round().run(job(0, port), refuse), Round().run(job(1, port), found.append), return_exceptions=True
+        )
+        assert isinstance(first, ProtocolError) and second is None
         return found
 
     assert asyncio.run(meet()) == [["description of 0", "description of 1"]] * 2

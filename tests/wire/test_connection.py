@@ -470,6 +470,8 @@ def test_descriptors_go_both_ways(path: Path, open_: Open, descriptors: NoDescri
         with fds:
             assert reply == {"content": ["hello", "hello"]}
             assert [os.pread(item.fileno(), 100, 0) for item in fds] == [b"hello"]
+        connection.ask(Reserve(model="m", nbytes=1))
+        assert connection.ask(Publish(), [fd.fileno()]) == {"content": ["hello"]}, "and what came with it is closed"
 
 
 def test_a_large_reply_arrives(path: Path, open_: Open, descriptors: NoDescriptorLeaks) -> None:

@@ -825,14 +825,19 @@ def test_subscribers_hear_of_everything(worker: WorkerProcess) -> None:
 
 
 def test_subscribers_hear_of_a_digest(worker: WorkerProcess) -> None:
-    """What the service says of the current generation is passed on; of another one, or of no model, nothing is."""
+    """What the service says of the current generation is passed on; of another one, or of no model, nothing is. The
+    status has it too, and the reason of one that is given up."""
     with worker.client() as watcher:
         generation = worker.publish("read")
         watcher.ask({"op": "subscribe"})
+        assert worker.shards("read")[0]["digest"] == "known"  # its key has it
         for name, number in (("read", generation + 1), ("none", 1), ("read", generation)):
-            worker.tell({"digested": {"model": name, "generation": number}})
+            worker.tell({"digested": {"model": name, "generation": number, "problem": None}})
         expected = {"what": "digested", "model": "read", "generation": generation, "nbytes": 256}
         assert watcher.receive() == {"event": expected}
+        worker.tell({"digested": {"model": "read", "generation": generation, "problem": "it is gone"}})
+        assert watcher.receive() == {"event": {**expected, "problem": "it is gone"}}
+        assert worker.shards("read")[0]["digest"] == "given up: it is gone"
 
 
 def test_a_connection_may_attach_reserve_and_publish(worker: WorkerProcess) -> None:

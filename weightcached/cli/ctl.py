@@ -25,7 +25,7 @@ from ..paths import CONTROL_SUFFIX, check_runtime_dir, control_path, control_pat
 from ..text import holder, printable
 from ..wire.connection import Connection
 from ..wire.messages import Evict, Load, Reload, Request, Status, Subscribe, Verify
-from .output import cluster_lines, emit, human_bytes, print_json, print_table, rank_label
+from .output import cluster_lines, emit, human_bytes, print_json, print_table, rank_label, shard_notes
 
 Takes = Literal["none", "required", "optional"]
 HELLO_SECONDS = 10.0  # for a service to say who it is
@@ -167,8 +167,7 @@ def _model_rows(service: dict[str, Any]) -> list[list[str]]:
             state = shard["state"]
             if state == "cached" and model.get("state") == "loading":
                 state = f"cached, {_progress(model)}"
-            if shard.get("pin") and shard["state"] == "cached":
-                state += ", pinned"
+            state += shard_notes(shard)
             users = ", ".join(f"{lease['pid']} ({lease['command']})" for lease in shard["leases"])
             rows.append(
                 [
@@ -260,11 +259,11 @@ def _wait(args: argparse.Namespace) -> int:
         for name in wanted:
             if name not in states:
                 raise NoSuchModel(model=name, device=f"weightcached@{status['instance']}", known=sorted(states))
-        while missing := [name for name in wanted if not _is_there(states[name])]:
+        while missing := [states[name] for name in wanted if not _is_there(states[name])]:
             try:
                 event = service.next_event(None if end is None else end - time.monotonic())
             except TimedOut:
-                what = ", ".join(f"{name} ({states[name]['state']})" for name in missing)
+                what = ", ".join(f"{item['model']} ({item.get('held_back') or item['state']})" for item in missing)
                 raise TimedOut(path=str(service.path), seconds=args.timeout, waited_for=what) from None
             if event.get("what") == "model":
                 states[event["model"]] = event
@@ -277,10 +276,11 @@ def _is_there(model: dict[str, Any]) -> bool:
     where = ", ".join(model["devices"])
     if model["state"] == "absent":  # never asked for, or evicted: nobody loads it, so nobody need wait
         raise ModelNotLoaded(model=model["model"], device=where)
-    if model["error"] is None:
+    for_good = model.get("held_back_for_good", False)
+    if model["error"] is None and not for_good:
         return bool(model["state"] == "cached" and not model.get("held_back"))
-    reason = str(from_wire(model["error"]))
-    if model["state"] == "cached":
+    reason = model["held_back"] if for_good else str(from_wire(model["error"]))
+    if model["state"] == "cached" and not for_good:
         numbers = dict.fromkeys(str(number) for number in model["generations"])  # mostly the same on every device
         problem = f"its last load failed, generation {', '.join(numbers)} is still served: {reason}"
         raise ModelError(model=model["model"], problem=problem)

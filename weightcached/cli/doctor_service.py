@@ -256,7 +256,7 @@ def _memory(host: Host, item: Instance, config: Config) -> Finding:
 
 def _cluster(item: Instance, cluster: ClusterConfig) -> Finding:
     """Whether the unit lets the service reach the other nodes, and what it says of them."""
-    where = f"node {cluster.node_rank} of {cluster.nodes}, meets at {cluster.master_addr}:{cluster.master_port}"
+    where = f"node {cluster.node_rank} of {cluster.nodes}, meets at {cluster.meets_at}"
     unit = item.unit
     if unit is not None:
         families = unit["RestrictAddressFamilies"]

@@ -34,6 +34,14 @@ def rank_label(key: Mapping[str, Any]) -> str:
     return " ".join(parts) or "-"
 
 
+def shard_notes(shard: Mapping[str, Any]) -> str:
+    """What there is to say beside "cached": ", pinned", and what is not known yet, or never will be, of its files."""
+    if shard["state"] != "cached":
+        return ""
+    digest = str(shard.get("digest", "known")).partition(":")[0]  # behind it is the reason, which --json has
+    return (", pinned" if shard.get("pin") else "") + (f", digest {digest}" if digest != "known" else "")
+
+
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Collection[str] = ()) -> None:
     """Prints a table to stdout; columns named in `right` are aligned right.
 
@@ -76,11 +84,17 @@ def cluster_lines(cluster: dict[str, Any] | None) -> list[str]:
     if not cluster:
         return []
     agreed = "agreed" if cluster["agreed"] else "not agreed"
+    if cluster.get("meeting") is not None:
+        agreed += f", meeting for {cluster['meeting']:.0f} s"
     problem = f": {cluster['problem']}" if cluster["problem"] else ""
     which = f"node {cluster['node']} of {len(cluster['nodes'])}, meets at {cluster['master']}"
     lines = [f"cluster: {which}, {agreed}{problem}"]
     for node in cluster["nodes"]:
-        ranks = ", ".join(f"{model} {_rank_range(*pair)}" for model, pair in node["ranks"].items())
+        absent = node.get("absent", ())
+        ranks = ", ".join(
+            f"{model} {_rank_range(*pair)}{' (not cached)' if model in absent else ''}"
+            for model, pair in node["ranks"].items()
+        )
         here = node["node"] == cluster["node"]
         seen = "" if here or node["seen"] is None else f", seen {node['seen']:.0f} s ago"
         where = "this one" if here else node["address"] or "no address known"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from .progress import WaitLog
 
-__all__ = ["LONGEST_SECONDS", "Mode", "OnMiss", "Weights", "attach", "require_one_of"]
+__all__ = ["LONGEST_SECONDS", "Mode", "OnMiss", "Weights", "attach", "require_one_of", "require_seconds"]
 
 Mode = Literal["zero_copy", "copy"]
 OnMiss = Literal["fail", "wait"]
@@ -58,7 +58,7 @@ def attach(
             size and times are what the loader saw; else, at equal sizes, its whole content is digested and compared,
             and the digest is remembered in ``$XDG_CACHE_HOME/weightcached``. Equal sizes with other bytes are
             `OtherContent`, a `NoSuchModel` that names the file; `DigestPending`, another one, while the digest of what
-            an engine has published is still being computed.
+            an engine has published is still being computed; `ModelFailed` where that was given up.
         device: "host-0", "cpu" (host-0), "GPU-<uuid>", "MIG-<uuid>", "cuda:1" or a torch.device; None is torch's
             current CUDA device.
         mode: "zero_copy" maps the cached memory: read-only on a GPU, copy-on-write on the host. "copy" gives private
@@ -83,9 +83,7 @@ def attach(
         raise TypeError("attach needs a model's name or a checkpoint")
     require_one_of("mode", mode, ("zero_copy", "copy"))
     require_one_of("on_miss", on_miss, ("fail", "wait"))
-    if not timeout >= 0:  # NaN too
-        raise ValueError(f"timeout={timeout!r}; it must be seconds, 0 or more")
-    timeout = min(timeout, LONGEST_SECONDS)
+    timeout = require_seconds("timeout", timeout)
     import_torch("attach")
     wanted = {**_rank_fields(tensor_parallel), **(key or {})}
     if dtype is not None:
@@ -169,6 +167,13 @@ def _rank_fields(tensor_parallel: tuple[int, int]) -> dict[str, Any]:
             whole = {f"{kind}_parallel_{part}": n for kind in _SPLITS for part, n in (("size", 1), ("rank", 0))}
             return {**whole, "tensor_parallel_size": size, "tensor_parallel_rank": rank}
     raise ValueError(f"tensor_parallel={tensor_parallel!r}; it must be (rank, size), rank from 0 to size - 1")
+
+
+def require_seconds(name: str, value: float) -> float:
+    """The seconds of a parameter, at most LONGEST_SECONDS. `ValueError` for what is no time to wait."""
+    if not value >= 0:  # NaN too
+        raise ValueError(f"{name}={value!r}; it must be seconds, 0 or more")
+    return min(value, LONGEST_SECONDS)
 
 
 def require_one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import DigestPending, NoSuchModel, OtherContent, TimedOut
+from ..errors import DigestPending, ModelError, ModelFailed, NoSuchModel, OtherContent, TimedOut
 from ..shard.key import STAT_CONTENT
 from ..shard.manifest import SourceFile, read_key, source_files
 from ..wire.connection import Connection, seconds_left
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..checkpoint.fileset import Checkpoint
 
 Shard = dict[str, Any]  # as a worker's status describes it
+GIVEN_UP = "given up"  # what a status says of the digest of such a shard, with the reason behind it
 Digests = dict[str, str]  # of one file: definition, such as "sha256" -> digest, such as "sha256:9f86..."
 
 
@@ -45,7 +46,8 @@ def find_checkpoint(
     gigabytes would otherwise always be too late. `waiting` is told why nothing is found yet.
 
     Raises `NoSuchModel` (`TimedOut` with `wait`) if there is none, more exactly `OtherContent` where a file that
-    differs can be named; `CheckpointError` for a checkpoint that cannot be read, and what `Connection` raises.
+    differs can be named, or `ModelFailed` where what might be it has never been digested; `CheckpointError` for a
+    checkpoint that cannot be read, and what `Connection` raises.
     """
     from ..checkpoint.fileset import open_checkpoint
 
@@ -54,8 +56,7 @@ def find_checkpoint(
         wanted = wanted._replace(key=_strict_key(wanted.key, checkpoint))
         disk = _OnDisk(checkpoint)
         with Connection.open(socket, device=device, timeout=seconds_left(end)) as connection:
-            status, fds = connection.request(Subscribe() if wait else Status(), timeout=seconds_left(end))
-            fds.close()
+            status = connection.ask(Subscribe() if wait else Status(), timeout=seconds_left(end))
             while (found := disk.find(status["shards"], wanted)) is None:
                 miss = disk.miss(status["shards"], wanted, device)
                 if not wait:
@@ -67,8 +68,7 @@ def find_checkpoint(
                     waited_for = f"a cached model with the bytes of {wanted.checkpoint}: {miss}"
                     seconds = round(time.monotonic() - started, 1)
                     raise TimedOut(path=str(socket), seconds=seconds, waited_for=waited_for) from None
-                status, fds = connection.request(Status(), timeout=seconds_left(end + disk.digesting))
-                fds.close()
+                status = connection.ask(Status(), timeout=seconds_left(end + disk.digesting))
             model, content = found
             return Found(model, {**wanted.key, "content": content}, disk.digesting)
 
@@ -84,11 +84,13 @@ class _OnDisk:
         self._digests: list[Digests] = [{} for _ in self._files]  # what is known of each file so far
         self._learn(checkpoint.blob_digests())
         self.pending: set[str] = set()  # models whose digest is not known yet, and which may be it
+        self.given_up: dict[str, str] = {}  # those whose digest never will be, and why
         self.digesting = 0.0
 
     def find(self, shards: list[Shard], wanted: Wanted) -> tuple[str, str] | None:
         """Model and content of a shard with this checkpoint's content, one with the wanted key before any other."""
         self.pending.clear()
+        self.given_up.clear()
         for shard in _candidates(shards, wanted):
             if _by_stat(shard) and self._is_loaded_by(shard):
                 return shard["model"], shard["key"]["content"]
@@ -97,7 +99,7 @@ class _OnDisk:
         model = next(candidates, None)
         return None if model is None or content is None else (model, content)
 
-    def miss(self, shards: list[Shard], wanted: Wanted, device: str) -> NoSuchModel:
+    def miss(self, shards: list[Shard], wanted: Wanted, device: str) -> ModelError:
         """Why no shard was found: against the one with the fewest other files, if it has a file that can be named."""
         compared = [
             (len(differing), shard["model"], differing[0])
@@ -111,6 +113,10 @@ class _OnDisk:
         }
         if self.pending:
             return DigestPending(**fields, cached=sorted(self.pending))
+        if not compared and self.given_up:
+            whose = ", ".join(f"what {model} was loaded from: {why}" for model, why in sorted(self.given_up.items()))
+            reason = f"it cannot be compared with {whose}; only the very same files find that"
+            return ModelFailed(model=fields["model"], device=device, reason=reason)
         if not compared:
             return NoSuchModel(**fields)
         count, cached, (name, digest, recorded) = min(compared, key=lambda item: item[0])
@@ -143,7 +149,9 @@ class _OnDisk:
         if same is None and all(FILE_PREFIX.rstrip(":") in known for known in theirs):
             self._read()
             same = _same_bytes(self._digests, theirs)
-        if same is None:
+        if same is None and str(shard.get("digest")).startswith(GIVEN_UP):
+            self.given_up[shard["model"]] = f"its digest is {shard['digest']}"
+        elif same is None:
             self.pending.add(shard["model"])
         return bool(same)
 

@@ -77,89 +77,179 @@ def install(
     """
     import torch
 
-    patterns = tuple(consumed)
     weights.require_mapped("they are installed")
-    checkpoint = weights.key.layout == "checkpoint"
-    modules = dict(module.named_modules(remove_duplicate=False))
-    problems: list[str] = []
-    places = _places(torch, weights, modules, checkpoint, plain, problems)
-    kept = {(id(place.parent), place.leaf) for place in places}
-    leftover = _own_tensors(modules, kept)
-    removed = [] if checkpoint else leftover
-    held = list(held_tensors(module))
-    _check_scalars(weights, modules, kept, problems)
-    swapped = {id(place.old) for place in places if place.old is not None}
-    on_meta = [name for name, parent, table, leaf in leftover if checkpoint and getattr(parent, table)[leaf].is_meta]
-    on_meta += [item.path for item in held if item.tensor.is_meta and id(item.tensor) not in swapped]
-    stays = dict.fromkeys(on_meta, "would stay on meta, without a value")
-    stays.update(_stale(weights, places, held, swapped))
-    problems += [
-        f"{name} {why}" for name, why in stays.items() if not any(fnmatchcase(name, pattern) for pattern in patterns)
-    ]
-    fixed = {id(item.tensor) for item in held if item.replace is None}
-    problems += [
-        f"{place.name} is held in a tuple or a set and has weak references, so that it cannot be replaced"
-        for place in places
-        if place.old is not None and id(place.old) in fixed and weakref.getweakrefs(place.old)
-    ]
-    if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        what = f"{weights.manifest.model} cannot be installed in {type(module).__name__}"
-        raise EngineError(problem=f"{what}: {'; '.join(problems[:_SHOWN])}{more}")
-    own = [place for place in places if place.name == place.entry.name]  # the others are aliases
-    made = {place.name: _make(torch, weights, place, checkpoint, plain) for place in own}
-    for _, parent, table, leaf in removed:
-        del getattr(parent, table)[leaf]
-        parent._non_persistent_buffers_set.discard(leaf)
-    rebound = _put(torch, weights, places, made, held, checkpoint, plain)
-    for name, value in weights.table.attributes.items():
-        path, _, leaf = name.rpartition(".")
-        setattr(modules[path], leaf, value)
-    return Installed(
-        tensors=len(own),
-        aliases=len(places) - len(own),
-        private_bytes=sum(place.entry.nbytes for place in own if _copied(place, checkpoint)),
-        added=tuple(place.name for place in places if place.old is None),
-        removed=tuple(name for name, *_ in removed),
-        rebound=tuple(rebound),
-    )
+    with torch.inference_mode(False):  # else parameters would be inference tensors, which only that mode may write
+        job = _Job(torch, weights, module, plain)
+        job.check(tuple(consumed))
+        return job.carry_out()
 
 
-def _places(
-    torch: Any,
-    weights: Weights,
-    modules: dict[str, torch.nn.Module],
-    checkpoint: bool,
-    plain: bool,
-    problems: list[str],
-) -> list[_Place]:
-    entries = {entry.name: entry for entry in weights.table.tensors}
-    named = [*entries.items(), *((alias, entries[target]) for alias, target in weights.table.aliases.items())]
-    places = []
-    for name, entry in named:
-        path, _, leaf = name.rpartition(".")
-        parent = modules.get(path)
-        if parent is None:
-            problems.append(f"{name} is of a submodule {path} that there is not")
-            continue
-        role = entry.role
-        old = parent._parameters.get(leaf)
-        if old is None and (old := parent._buffers.get(leaf)) is not None and checkpoint:
-            role = "buffer"  # the files do not say it
-        if old is None and isinstance(vars(parent).get(leaf), torch.Tensor):
-            old = vars(parent)[leaf]
-        if (reason := _no_place(parent, leaf, role)) is not None:
-            problems.append(f"{name} {reason}")
-        elif old is not None and torch.nn.parameter.is_lazy(old):
-            problems.append(f"{name} is of a module that gets its shapes at its first use")
-        elif old is not None and not (old.is_meta or is_plain(old) or plain):
-            problems.append(f"{name} is {type(old).__name__} in the module, not elements in one storage of its own")
-        elif checkpoint and old is None:
-            problems.append(f"{name} is not in the module")
-        elif checkpoint and old is not None and tuple(old.shape) != entry.shape:
-            problems.append(f"{name} is {list(entry.shape)}, the module's is {list(old.shape)}")
-        places.append(_Place(name, entry, parent, leaf, role, old))
-    return places
+class _Job:
+    """One call of `install`: first `check`, which finds all problems, then `carry_out`."""
+
+    def __init__(self, torch: Any, weights: Weights, module: torch.nn.Module, plain: bool) -> None:
+        self.torch = torch
+        self.weights = weights
+        self.module = module
+        self.plain = plain
+        self.checkpoint = weights.key.layout == "checkpoint"
+        self.modules: dict[str, torch.nn.Module] = dict(module.named_modules(remove_duplicate=False))
+        self.problems: list[str] = []
+        self.places = self._places()
+        self.kept = {(id(place.parent), place.leaf) for place in self.places}
+        self.leftover = _own_tensors(self.modules, self.kept)
+        self.held = list(held_tensors(module))
+
+    def check(self, consumed: tuple[str, ...]) -> None:
+        """`EngineError` with what stands in the way."""
+        _check_scalars(self.weights, self.modules, self.kept, self.problems)
+        for name, why in self._staying().items():
+            if not any(fnmatchcase(name, pattern) for pattern in consumed):
+                self.problems.append(f"{name} {why}")
+        fixed = {id(item.tensor) for item in self.held if item.replace is None}
+        self.problems += [
+            f"{place.name} is held in a tuple or a set and has weak references, so that it cannot be replaced"
+            for place in self.places
+            if place.old is not None and id(place.old) in fixed and weakref.getweakrefs(place.old)
+        ]
+        if self.problems:
+            shown = "; ".join(self.problems[:_SHOWN])
+            more = f"; and {len(self.problems) - _SHOWN} more" if len(self.problems) > _SHOWN else ""
+            what = f"{self.weights.manifest.model} cannot be installed in {type(self.module).__name__}"
+            raise EngineError(problem=f"{what}: {shown}{more}")
+
+    def carry_out(self) -> Installed:
+        own = [place for place in self.places if place.name == place.entry.name]  # the others are aliases
+        made = {place.name: self._make(place) for place in own}
+        removed = [] if self.checkpoint else self.leftover
+        for _, parent, table, leaf in removed:
+            del getattr(parent, table)[leaf]
+            parent._non_persistent_buffers_set.discard(leaf)
+        rebound = self._put(made)
+        for name, value in self.weights.table.attributes.items():
+            path, _, leaf = name.rpartition(".")
+            setattr(self.modules[path], leaf, value)
+        return Installed(
+            tensors=len(own),
+            aliases=len(self.places) - len(own),
+            private_bytes=sum(place.entry.nbytes for place in own if place.entry.private or self._is_written(place)),
+            added=tuple(place.name for place in self.places if place.old is None),
+            removed=tuple(name for name, *_ in removed),
+            rebound=tuple(rebound),
+        )
+
+    def _places(self) -> list[_Place]:
+        table = self.weights.table
+        entries = {entry.name: entry for entry in table.tensors}
+        named = [*entries.items(), *((alias, entries[target]) for alias, target in table.aliases.items())]
+        places = []
+        for name, entry in named:
+            path, _, leaf = name.rpartition(".")
+            parent = self.modules.get(path)
+            if parent is None:
+                self.problems.append(f"{name} is of a submodule {path} that there is not")
+                continue
+            role = entry.role
+            old = parent._parameters.get(leaf)
+            if old is None and (old := parent._buffers.get(leaf)) is not None and self.checkpoint:
+                role = "buffer"  # the files do not say it
+            if old is None and isinstance(vars(parent).get(leaf), self.torch.Tensor):
+                old = vars(parent)[leaf]
+            place = _Place(name, entry, parent, leaf, role, old)
+            if (reason := self._misfit(place)) is not None:
+                self.problems.append(f"{name} {reason}")
+            places.append(place)
+        return places
+
+    def _misfit(self, place: _Place) -> str | None:
+        """Why a tensor cannot go to its place; None if it can."""
+        if (reason := _no_place(place.parent, place.leaf, place.role)) is not None:
+            return reason
+        old, shape = place.old, place.entry.shape
+        if old is None:
+            return "is not in the module" if self.checkpoint else None
+        if self.torch.nn.parameter.is_lazy(old):
+            return "is of a module that gets its shapes at its first use"
+        if not (old.is_meta or is_plain(old) or self.plain):
+            return f"is {type(old).__name__} in the module, not elements in one storage of its own"
+        if self.checkpoint and tuple(old.shape) != shape:
+            return f"is {list(shape)}, the module's is {list(old.shape)}"
+        return None
+
+    def _staying(self) -> dict[str, str]:
+        """What would stay as it is and must not, by name or path: without a value, or with another one."""
+        swapped = {id(place.old) for place in self.places if place.old is not None}
+        on_meta = [
+            name
+            for name, parent, table, leaf in self.leftover
+            if self.checkpoint and getattr(parent, table)[leaf].is_meta
+        ]
+        on_meta += [item.path for item in self.held if item.tensor.is_meta and id(item.tensor) not in swapped]
+        return dict.fromkeys(on_meta, "would stay on meta, without a value") | _stale(
+            self.weights, self.places, self.held, swapped
+        )
+
+    def _is_written(self, place: _Place) -> bool:
+        """Whether it is a buffer as the files have it, which any module may write."""
+        return self.checkpoint and place.role == "buffer"
+
+    def _make(self, place: _Place) -> torch.Tensor:
+        """A tensor object of its own over the cached memory: the one in `weights` must not be swapped away."""
+        source = self.weights[place.entry.name]
+        if self._is_written(place) and not place.entry.private:  # a private one is a copy already
+            source = source.clone()
+        old = place.old
+        is_parameter = isinstance(old, self.torch.nn.Parameter)
+        if place.role != "parameter" and not (place.role == "attribute" and is_parameter):
+            return source.detach()
+        cls = type(old) if is_parameter and not self.plain else self.torch.nn.Parameter
+        made: torch.Tensor = self.torch.Tensor._make_subclass(cls, source, False)
+        if is_parameter:
+            made.__dict__.update(old.__dict__)
+            for slot in slot_names(type(made)):
+                if hasattr(old, slot):
+                    setattr(made, slot, getattr(old, slot))
+        return made
+
+    def _put(self, made: dict[str, torch.Tensor]) -> list[str]:
+        """Swaps and registers; gives the paths in plain objects where another object had to be put."""
+        final: dict[str, torch.Tensor] = {}  # the manifest's name -> the object that is registered under all its names
+        waiting: list[tuple[torch.Tensor, torch.Tensor, str]] = []
+        taken: set[int] = set()
+        for place in self.places:
+            name, old = place.entry.name, place.old
+            new = made[name] if name not in final else None
+            if old is not None and id(old) not in taken:
+                taken.add(id(old))
+                # A second object for an alias: it is swapped too, for those who hold it, but not registered.
+                waiting.append((old, self._make(place) if new is None else new, name))
+                if final.setdefault(name, old) is not old:
+                    self.weights.hand_out(name, old)
+            elif new is not None:
+                final[name] = new
+        # A tensor of which another one is a view cannot be swapped before that one is: what is refused comes again.
+        for _ in range(2):
+            waiting = [item for item in waiting if not _swap(self.torch, *item[:2])]
+        for old, new, name in waiting:
+            if final[name] is old:
+                final[name] = new
+        for place in self.places:
+            _register(place, final[place.entry.name])
+        for name, tensor in final.items():
+            self.weights.hand_out(name, tensor)
+        return self._rebind({id(old): new for old, new, _ in waiting})
+
+    def _rebind(self, refused: dict[int, torch.Tensor]) -> list[str]:
+        """Puts the successors of objects that could not be swapped, by identity, where plain objects hold these."""
+        rebound = []
+        for item in self.held:
+            if (new := refused.get(id(item.tensor))) is None:
+                continue
+            if item.replace is None:
+                raise EngineError(problem=f"{item.path} holds a tensor that torch cannot swap, where none can be put")
+            item.replace(new)
+            rebound.append(item.path)
+        return rebound
 
 
 def _no_place(parent: torch.nn.Module, leaf: str, role: Role) -> str | None:
@@ -219,84 +309,6 @@ def _check_scalars(
         read_only = isinstance(member, property) and member.fset is None
         if (id(part), leaf) in kept or leaf in part._modules or read_only:
             problems.append(f"the attribute {name} cannot be set")
-
-
-def _copied(place: _Place, checkpoint: bool) -> bool:
-    return place.entry.private or (checkpoint and place.role == "buffer")
-
-
-def _make(torch: Any, weights: Weights, place: _Place, checkpoint: bool, plain: bool) -> torch.Tensor:
-    """A tensor object of its own over the cached memory: the one in `weights` must not be swapped away."""
-    source = weights[place.entry.name]
-    if checkpoint and place.role == "buffer" and not place.entry.private:
-        source = source.clone()
-    old = place.old
-    is_parameter = isinstance(old, torch.nn.Parameter)
-    if place.role != "parameter" and not (place.role == "attribute" and is_parameter):
-        return source.detach()
-    cls = type(old) if is_parameter and not plain else torch.nn.Parameter
-    made = torch.Tensor._make_subclass(cls, source, False)
-    if is_parameter:
-        made.__dict__.update(old.__dict__)
-        for slot in slot_names(type(made)):
-            if hasattr(old, slot):
-                setattr(made, slot, getattr(old, slot))
-    return made
-
-
-def _put(
-    torch: Any,
-    weights: Weights,
-    places: list[_Place],
-    made: dict[str, torch.Tensor],
-    held: list[HeldTensor],
-    checkpoint: bool,
-    plain: bool,
-) -> list[str]:
-    """Swaps and registers; gives the paths in plain objects where another object had to be put."""
-    final: dict[str, torch.Tensor] = {}  # the manifest's name -> the object that is registered under all its names
-    taken: set[int] = set()
-    refused: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id -> the object that stays meta, and its successor
-    waiting: list[tuple[torch.Tensor, torch.Tensor, str]] = []
-    for place in places:
-        name, old = place.entry.name, place.old
-        first = name not in final
-        new = made[name] if first else None
-        if old is not None and id(old) not in taken:
-            taken.add(id(old))
-            # A second object for an alias: it is swapped too, for those who hold it, but not registered.
-            waiting.append((old, _make(torch, weights, place, checkpoint, plain) if new is None else new, name))
-            if final.setdefault(name, old) is not old:
-                weights.hand_out(name, old)
-        elif new is not None:
-            final[name] = new
-    # A tensor of which another one is a view cannot be swapped before that one is: what is refused comes again.
-    for attempt in range(2):
-        again = []
-        for old, new, name in waiting:
-            if not _swap(torch, old, new):
-                again.append((old, new, name))
-        waiting = again
-        if not waiting or attempt:
-            break
-    for old, new, name in waiting:
-        refused[id(old)] = (old, new)
-        if final[name] is old:
-            final[name] = new
-    for place in places:
-        _register(place, final[place.entry.name])
-    for name, tensor in final.items():
-        weights.hand_out(name, tensor)
-    rebound = []
-    for item in held:
-        pair = refused.get(id(item.tensor))
-        if pair is None:
-            continue
-        if item.replace is None:
-            raise EngineError(problem=f"{item.path} holds a tensor that torch cannot swap, where none can be put")
-        item.replace(pair[1])
-        rebound.append(item.path)
-    return rebound
 
 
 def _swap(torch: Any, old: torch.Tensor, new: torch.Tensor) -> bool:

@@ -100,7 +100,7 @@ class Line:
             self.connection.close()
 
 
-class _Door:
+class _Endpoint:
     """A worker's socket: who waits for it, and when it is tried again."""
 
     def __init__(self, path: Path, device: str) -> None:
@@ -144,7 +144,7 @@ class Keeper:
         self._poll = select.poll()
         self._poll.register(self._wake.fileno(), select.POLLIN)
         self._ready: dict[int, Callable[[], None]] = {}
-        self._doors: dict[Path, _Door] = {}
+        self._endpoints: dict[Path, _Endpoint] = {}
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_ENGINE)  # which the thread inherits
         try:
             threading.Thread(target=self._run, name="weightcached leases", daemon=True).start()
@@ -163,9 +163,9 @@ class Keeper:
         """In a forked child, which has no thread: closes its copies of the descriptors that are not the leases'."""
         self.running = False
         self._wake.close()
-        for door in self._doors.values():
-            if door.watch is not None:
-                door.watch.close()
+        for endpoint in self._endpoints.values():
+            if endpoint.watch is not None:
+                endpoint.watch.close()
 
     def _run(self) -> None:
         try:
@@ -192,19 +192,19 @@ class Keeper:
 
     def _milliseconds(self) -> int | None:
         """Until something is due; None: nothing is. Rounded up, so that it is due then."""
-        times = [door.next_try for door in self._doors.values() if door.lost]
-        times += [line.deadline for door in self._doors.values() for line in door.calling]
+        times = [endpoint.next_try for endpoint in self._endpoints.values() if endpoint.lost]
+        times += [line.deadline for endpoint in self._endpoints.values() for line in endpoint.calling]
         first = min(times, default=math.inf)
         return None if first == math.inf else max(math.ceil((first - time.monotonic()) * 1000), 0)
 
     def _look_at_the_clock(self) -> None:
         now = time.monotonic()
-        for door in self._doors.values():
-            for line in [line for line in door.calling if line.deadline <= now]:
+        for endpoint in self._endpoints.values():
+            for line in [line for line in endpoint.calling if line.deadline <= now]:
                 self._hang_up(line)
-                self._lose(line, door)
-            if door.lost and door.next_try <= now:
-                self._try(door)
+                self._lose(line, endpoint)
+            if endpoint.lost and endpoint.next_try <= now:
+                self._try(endpoint)
 
     # One line.
 
@@ -225,11 +225,11 @@ class Keeper:
         """Its lease has ended, or is not to be renewed."""
         self._hang_up(line)
         line.ended = True
-        for door in self._doors.values():
-            if line in door.lost:
-                door.lost.remove(line)
-            door.calling.discard(line)
-            self._settle(door)
+        for endpoint in self._endpoints.values():
+            if line in endpoint.lost:
+                endpoint.lost.remove(line)
+            endpoint.calling.discard(line)
+            self._settle(endpoint)
 
     def _read(self, line: Line) -> None:
         """What the poll says is there: an event, an answer, or the end of the connection."""
@@ -251,7 +251,7 @@ class Keeper:
         except (ConnectionFailed, TooManyConnections, OSError) as error:
             _log.debug("%s of %s: %s", line.state.value, grant.model, error)
             self._hang_up(line)
-            self._lose(line, self._door(connection.path, grant.device))
+            self._lose(line, self._endpoint(connection.path, grant.device))
         except WeightCacheError as error:
             self._refused(line, error)
 
@@ -260,26 +260,26 @@ class Keeper:
             line.lost = str(event.get("reason"))
             _log.warning("weightcached: the weights of %s on %s are lost: %s", grant.model, grant.device, line.lost)
 
-    def _lose(self, line: Line, door: _Door) -> None:
+    def _lose(self, line: Line, endpoint: _Endpoint) -> None:
         """Its connection has ended, by itself or in the middle of a renewal."""
-        door.calling.discard(line)
+        endpoint.calling.discard(line)
         if line.ended:
             self._drop(line)
             return
-        if line.state is _State.HELD and not door.out:
-            _log.warning("weightcached: the service of %s is gone; the weights stay mapped", door.device)
-        if not door.lost:
-            door.try_later(LONGEST_DELAY)
+        if line.state is _State.HELD and not endpoint.out:
+            _log.warning("weightcached: the service of %s is gone; the weights stay mapped", endpoint.device)
+        if not endpoint.lost:
+            endpoint.try_later(LONGEST_DELAY)
         line.state = _State.LOST
-        door.lost.append(line)
+        endpoint.lost.append(line)
 
     def _renewed(self, line: Line) -> None:
         line.state, line.deadline = _State.HELD, math.inf
-        for door in self._doors.values():
-            if line in door.calling:
-                door.calling.remove(line)
-                door.renewed.add(line)
-                self._settle(door)
+        for endpoint in self._endpoints.values():
+            if line in endpoint.calling:
+                endpoint.calling.remove(line)
+                endpoint.renewed.add(line)
+                self._settle(endpoint)
 
     def _refused(self, line: Line, error: WeightCacheError) -> None:
         assert line.grant is not None
@@ -289,66 +289,68 @@ class Keeper:
         )  # fmt: skip
         self._drop(line)
 
-    # One door.
+    # One endpoint.
 
-    def _door(self, path: Path, device: str) -> _Door:
-        if path not in self._doors:
-            self._doors[path] = _Door(path, device)
-        return self._doors[path]
+    def _endpoint(self, path: Path, device: str) -> _Endpoint:
+        if path not in self._endpoints:
+            self._endpoints[path] = _Endpoint(path, device)
+        return self._endpoints[path]
 
-    def _try(self, door: _Door) -> None:
+    def _try(self, endpoint: _Endpoint) -> None:
         """Calls for every lost lease; the answers come through the poll."""
-        door.tried = time.monotonic()
-        door.next_try = math.inf
-        self._watch(door)  # first: what happens between this try and the next is not missed
-        while door.lost:
-            line = door.lost[0]
+        endpoint.tried = time.monotonic()
+        endpoint.next_try = math.inf
+        self._watch(endpoint)  # first: what happens between this try and the next is not missed
+        while endpoint.lost:
+            line = endpoint.lost[0]
             try:
-                connection = Connection.begin(door.path, device=door.device, timeout=_AT_HAND)
+                connection = Connection.begin(endpoint.path, device=endpoint.device, timeout=_AT_HAND)
             except (ConnectionFailed, TooManyConnections, OSError) as error:
-                _log.debug("%s: %s", door.path, error)
+                _log.debug("%s: %s", endpoint.path, error)
                 if not isinstance(error, ServiceNotRunning):
-                    door.try_later(LONGEST_DELAY)
-                elif door.watch is None or os.path.exists(door.path):
-                    door.try_later(STALE_DELAY)
+                    endpoint.try_later(LONGEST_DELAY)
+                elif endpoint.watch is None or os.path.exists(endpoint.path):
+                    endpoint.try_later(STALE_DELAY)
                 return
             except WeightCacheError as error:
                 self._refused(line, error)
                 continue
-            door.lost.popleft()
-            door.calling.add(line)
+            endpoint.lost.popleft()
+            endpoint.calling.add(line)
             self._listen(line, connection, _State.GREETING)
 
-    def _changed(self, door: _Door) -> None:
+    def _changed(self, endpoint: _Endpoint) -> None:
         """Something has come or gone on the way to the socket. The next try watches anew."""
-        self._unwatch(door)
-        door.try_soon()
+        self._unwatch(endpoint)
+        endpoint.try_soon()
 
-    def _watch(self, door: _Door) -> None:
-        self._unwatch(door)
+    def _watch(self, endpoint: _Endpoint) -> None:
+        self._unwatch(endpoint)
         try:
-            door.watch = PathWatch(door.path)
+            endpoint.watch = PathWatch(endpoint.path)
         except ConnectionFailed as error:  # no inotify instance left: it is tried by the clock
             _log.debug("%s", error)
             return
-        self._ready[door.watch.fileno()] = lambda: self._changed(door)
-        self._poll.register(door.watch.fileno(), select.POLLIN)
+        self._ready[endpoint.watch.fileno()] = lambda: self._changed(endpoint)
+        self._poll.register(endpoint.watch.fileno(), select.POLLIN)
 
-    def _unwatch(self, door: _Door) -> None:
-        if door.watch is not None:
-            del self._ready[door.watch.fileno()]
-            self._poll.unregister(door.watch.fileno())
-            door.watch.close()
-            door.watch = None
+    def _unwatch(self, endpoint: _Endpoint) -> None:
+        if endpoint.watch is not None:
+            del self._ready[endpoint.watch.fileno()]
+            self._poll.unregister(endpoint.watch.fileno())
+            endpoint.watch.close()
+            endpoint.watch = None
 
-    def _settle(self, door: _Door) -> None:
-        """Nobody waits for the door any more, perhaps."""
-        if door.out:
+    def _settle(self, endpoint: _Endpoint) -> None:
+        """Nobody waits for the endpoint any more, perhaps."""
+        if endpoint.out:
             return
-        self._unwatch(door)
-        if door.renewed:
-            _log.warning("weightcached: the service of %s is back; leases renewed: %d", door.device, len(door.renewed))
-            door.renewed.clear()
+        self._unwatch(endpoint)
+        if endpoint.renewed:
+            _log.warning(
+                "weightcached: the service of %s is back; leases renewed: %d", endpoint.device, len(endpoint.renewed)
+            )
+            endpoint.renewed.clear()
 
 
 _keeper: Keeper | None = None

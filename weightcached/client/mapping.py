@@ -69,10 +69,13 @@ def map_slabs(head: ManifestHead, slabs: Sequence[OwnedFd], lease: Lease, target
     copy-on-write, so a write stays in this process; GPU memory is read-only, a write there is a CUDA error.
     Raises `ManifestError`, `WrongDevice` or `DeviceError` with nothing left mapped.
     """
+    import torch
+
     filled = _filled(head, slabs)
-    if target.ordinal is None:
-        return _map_host(head, slabs, lease)
-    return _map_cuda(head, filled, lease, target.ordinal)
+    with torch.inference_mode(False):  # else tensors could not be used outside that mode as others are
+        if target.ordinal is None:
+            return _map_host(head, slabs, lease)
+        return _map_cuda(head, filled, lease, target.ordinal)
 
 
 def _filled(head: ManifestHead, slabs: Sequence[OwnedFd]) -> list[tuple[int, int]]:
@@ -86,7 +89,8 @@ def copy_slabs(slabs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Private writable copies with the same layout, one allocation a slab; complete when it returns."""
     import torch
 
-    copies = [torch.empty_like(slab).copy_(slab) for slab in slabs]
+    with torch.inference_mode(False), torch.no_grad():
+        copies = [torch.empty_like(slab).copy_(slab) for slab in slabs]
     for copy in copies:
         if copy.is_cuda:  # the source may be unmapped as soon as the caller drops it
             torch.cuda.current_stream(copy.device).synchronize()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -65,11 +65,11 @@ def move(
         parts.append(map_slabs(replace(head, slabs=(entry,)), [fd], lease, target))
         for block in blocks:
             if block.moves:
-                _rebind(block, parts[-1][0].untyped_storage())
+                rebind(block, parts[-1][0].untyped_storage())
             elif block.alone:
-                _set_apart(block)
+                set_apart(block)
         point("client.slab-moved")
-        _free_cached(target)
+        free_cached(target)
     tensors = [tensor for part in parts for tensor in part]
     values = tuple(sums[item.name] for item in plan.entries)
     memory = SeveralSlabs([part.memory for part in parts if part.memory is not None and len(part[0])])
@@ -124,18 +124,23 @@ def _fill_cuda(
 
 
 def _copy(raw: torch.Tensor, blocks: Sequence[Block]) -> None:
-    """Each block's bytes into the slab, `raw` its memory as uint8; storage by storage, where several make up one."""
+    """Each block's bytes into the slab, `raw` its memory as uint8."""
     for block in blocks:
-        ranges: dict[tuple[str, int], tuple[int, int, torch.Tensor]] = {}
-        for (tensor, _), extent in zip(block.places, block.extents, strict=True):
-            key = storage_key(tensor)
-            begin, end, widest = ranges.get(key, (*extent, tensor))
-            # Of one address there may be several storages, as of torch.from_numpy: the longest one has all of it.
-            widest = max(widest, tensor, key=lambda item: item.untyped_storage().nbytes())
-            ranges[key] = (min(begin, extent.begin), max(end, extent.end), widest)
-        for begin, end, tensor in ranges.values():
-            place = block.offset + begin - block.begin
-            raw[place : place + end - begin].copy_(_bytes_of(tensor, block, begin, end))
+        for place, piece in pieces(block):
+            raw[place : place + piece.numel()].copy_(piece)
+
+
+def pieces(block: Block) -> Iterator[tuple[int, torch.Tensor]]:
+    """The block's bytes as uint8, and the byte of the slab where they belong; by storage, where several make it up."""
+    ranges: dict[tuple[str, int], tuple[int, int, torch.Tensor]] = {}
+    for tensor, extent in zip(block.tensors, block.extents, strict=True):
+        key = storage_key(tensor)
+        begin, end, widest = ranges.get(key, (*extent, tensor))
+        # Of one address there may be several storages, as of torch.from_numpy: the longest one has all of it.
+        widest = max(widest, tensor, key=lambda item: item.untyped_storage().nbytes())
+        ranges[key] = (min(begin, extent.begin), max(end, extent.end), widest)
+    for begin, end, tensor in ranges.values():
+        yield block.offset + begin - block.begin, _bytes_of(tensor, block, begin, end)
 
 
 def _bytes_of(tensor: torch.Tensor, block: Block, begin: int, end: int) -> torch.Tensor:
@@ -149,13 +154,13 @@ def _bytes_of(tensor: torch.Tensor, block: Block, begin: int, end: int) -> torch
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offset, (end - begin,), (1,))
 
 
-def _rebind(block: Block, storage: torch.UntypedStorage, shift: int = 0) -> None:
+def rebind(block: Block, storage: torch.UntypedStorage, shift: int = 0) -> None:
     """The block's tensors onto other memory, the same objects, shapes and strides; `shift` as of their places there."""
     for tensor, place in block.places:
         put_onto(tensor, storage, place - shift)
 
 
-def _set_apart(block: Block) -> None:
+def set_apart(block: Block) -> None:
     """A copy of the block's memory for its tensors, as what else their storage holds is moved away."""
     import torch
 
@@ -165,7 +170,7 @@ def _set_apart(block: Block) -> None:
         base = block.offset - block.begin % 256
         shifted = Block(block.begin, block.end, block.tensors, block.extents, offset=block.begin % 256)
         _copy(copy, [shifted])
-    _rebind(block, copy.untyped_storage(), base)
+    rebind(block, copy.untyped_storage(), base)
 
 
 def put_onto(tensor: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> None:
@@ -180,7 +185,7 @@ def put_onto(tensor: torch.Tensor, storage: torch.UntypedStorage, offset: int) -
         tensor.data = view
 
 
-def _free_cached(target: Target) -> None:
+def free_cached(target: Target) -> None:
     """What the moved tensors lay in goes back to the device, not only to torch's allocator."""
     if target.ordinal is not None:
         import torch
@@ -195,4 +200,4 @@ def settle(target: Target) -> None:
         import torch
 
         torch.cuda.synchronize(target.ordinal)
-        _free_cached(target)
+        free_cached(target)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import EngineError
 from ..shard.manifest import ALIGNMENT
+from .moving import put_onto
 
 if TYPE_CHECKING:
     import torch
@@ -39,14 +40,14 @@ def private_copy(weights: Weights, names: Iterable[str] | None = None) -> None:
     import torch
 
     with weights._changing:
-        if weights._slabs is None and not weights.closed:
+        if weights._views is None and not weights.closed:
             return  # copies already
         views = weights.require_mapped("they are copied")
         chosen = None if names is None else _canonical(weights, names)
         for name in chosen or ():
             weights[name]  # made now, if it was not: from now on it is private
         slabs = views.slabs
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             for group in _groups(_pieces(weights, slabs)):
                 if chosen is None or any(piece.name in chosen for piece in group):
                     _copy(slabs[group[0].slab], group)
@@ -54,7 +55,7 @@ def private_copy(weights: Weights, names: Iterable[str] | None = None) -> None:
             if slab.is_cuda:  # the source may be unmapped as soon as it is dropped
                 torch.cuda.current_stream(slab.device).synchronize()
         if chosen is None and weights._mapped is not None:
-            weights._slabs = weights._mapped = weights._lease = None
+            weights._views = weights._mapped = weights._lease = None
 
 
 def _canonical(weights: Weights, names: Iterable[str]) -> set[str]:
@@ -96,7 +97,4 @@ def _copy(slab: torch.Tensor, group: list[_Piece]) -> None:
     end = max(piece.end for piece in group)
     copy = slab[start:end].clone()
     for piece in group:
-        tensor = piece.tensor
-        size = tensor.element_size()
-        typed = copy[: copy.numel() - copy.numel() % size].view(tensor.dtype)
-        tensor.data = typed.as_strided(tensor.shape, tensor.stride(), (piece.start - start) // size)
+        put_onto(piece.tensor, copy.untyped_storage(), piece.start - start)

@@ -9,6 +9,7 @@ from ..errors import EngineError, ManifestError, ModelReplaced, WrongDevice
 from ..shard.manifest import ManifestHead, parse_head, read_documents
 from ..wire.connection import Connection, seconds_left
 from ..wire.messages import Attach
+from .attach import require_seconds
 from .keeper import Grant
 from .leases import Lease
 from .mapping import MappedSlabs
@@ -53,9 +54,7 @@ def remap(weights: Weights, timeout: float = 30.0) -> None:
     graphs were captured with the old ones. `NoSuchModel` or one of its kind after an eviction; all that `attach`
     raises.
     """
-    if not timeout >= 0:  # NaN too
-        raise ValueError(f"timeout={timeout!r}; it must be seconds, 0 or more")
-    timeout = min(timeout, 1e6)
+    timeout = require_seconds("timeout", timeout)
     with weights._changing:
         slabs, lease = _shared(weights)
         if not weights._unmapped:
@@ -86,7 +85,7 @@ def _remap_now(weights: Weights, slabs: MappedSlabs, lease: Lease, end: float, l
             if not len(fds):
                 raise ManifestError(problem="the reply carries no manifest")
             manifest, *descriptors = fds
-            _require_same(head, parse_head(read_documents(manifest.fileno())[0]))
+            _require_generation(head, parse_head(read_documents(manifest.fileno())[0]))
             slabs.remap(head, descriptors)
             fresh = Lease(connection)
     finally:
@@ -99,7 +98,8 @@ def _remap_now(weights: Weights, slabs: MappedSlabs, lease: Lease, end: float, l
     weights._unmapped = False
 
 
-def _require_same(wanted: ManifestHead, found: ManifestHead) -> None:
+def _require_generation(wanted: ManifestHead, found: ManifestHead) -> None:
+    """`ModelReplaced` unless the two heads are of one publish, `WrongDevice` if they are of two devices."""
     if found.device != wanted.device:
         raise WrongDevice(wanted=wanted.device, found=found.device)
     if (found.generation, found.created, found.slabs) != (wanted.generation, wanted.created, wanted.slabs):

@@ -105,27 +105,7 @@ def plan_storages(named: Sequence[NamedTensor], held: Iterable[torch.Tensor], ta
     for block in blocks:
         block.alone = not block.moves and any(storage_key(tensor) in spread for tensor in block.tensors)
     _lay_out(plan, blocks)
-    owners = {id(tensor): block for block in blocks for tensor in block.tensors}
-    named_in = Counter(id(owners[number]) for number in {id(item.tensor) for item in items} & owners.keys())
-    last = len(plan.sizes) - 1 if any(not block.moves for block in blocks) else len(plan.sizes)
-    for item in items:
-        extent, owner = extent_of(item.tensor), owners.get(id(item.tensor))
-        entry = _entry(item, extent)
-        if owner is not None:
-            block, written = owner, not owner.moves and _is_here(item.tensor, target)
-            if (block.offset + extent.begin - block.begin) % VIEW_ALIGNMENT:
-                if written and named_in[id(owner)] > 1:
-                    raise EngineError(
-                        problem=f"{item.name} cannot be published: the engine writes to it, and it shares bytes with "
-                        f"another tensor, {extent.begin - block.begin} bytes into it: no multiple of {VIEW_ALIGNMENT}"
-                    )
-                block = _apart(plan, last, item.tensor, extent)
-            # A view is told by its stride: such entries may lie between, or across, the elements of others.
-            whole = (extent.begin, extent.end) == (block.begin, block.end)
-            stride = entry.stride if entry.stride is not None or whole else contiguous_stride(entry.shape)
-            offset = block.offset + extent.begin - block.begin
-            entry = entry._replace(slab=block.slab, offset=offset, stride=stride, private=written)
-        plan.entries.append(entry._replace(on_host=not _is_here(item.tensor, target)))
+    _list_entries(plan, items, blocks, target)
     if not plan.sizes:  # every tensor is empty
         plan.sizes.append(0)
     return plan
@@ -303,6 +283,32 @@ def _offset(used: int, block: Block) -> int:
     """
     begin = -(-used // ALIGNMENT) * ALIGNMENT
     return begin + block.begin % ALIGNMENT if len(block.tensors) > 1 else begin
+
+
+def _list_entries(plan: Plan, items: Sequence[NamedTensor], blocks: Sequence[Block], target: Target) -> None:
+    """Each tensor as the manifest's table has it, where its block was laid out; some in a second copy, see `_apart`."""
+    owners = {id(tensor): block for block in blocks for tensor in block.tensors}
+    named_in = Counter(id(owners[number]) for number in {id(item.tensor) for item in items} & owners.keys())
+    last = len(plan.sizes) - 1 if any(not block.moves for block in blocks) else len(plan.sizes)
+    for item in items:
+        extent, owner = extent_of(item.tensor), owners.get(id(item.tensor))
+        entry = _entry(item, extent)
+        here = _is_here(item.tensor, target)
+        if owner is not None:  # else it is empty
+            block, written = owner, not owner.moves and here
+            if (block.offset + extent.begin - block.begin) % VIEW_ALIGNMENT:
+                if written and named_in[id(owner)] > 1:
+                    raise EngineError(
+                        problem=f"{item.name} cannot be published: the engine writes to it, and it shares bytes with "
+                        f"another tensor, {extent.begin - block.begin} bytes into it: no multiple of {VIEW_ALIGNMENT}"
+                    )
+                block = _apart(plan, last, item.tensor, extent)
+            # A view is told by its stride: such entries may lie between, or across, the elements of others.
+            whole = (extent.begin, extent.end) == (block.begin, block.end)
+            stride = entry.stride if entry.stride is not None or whole else contiguous_stride(entry.shape)
+            offset = block.offset + extent.begin - block.begin
+            entry = entry._replace(slab=block.slab, offset=offset, stride=stride, private=written)
+        plan.entries.append(entry._replace(on_host=not here))
 
 
 def _apart(plan: Plan, slab: int, tensor: torch.Tensor, extent: Extent) -> Block:

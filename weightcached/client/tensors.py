@@ -60,8 +60,10 @@ class SlabViews:
         copy = self._copies.get(key)
         if copy is None:
             raw = self.slabs[slab][start:end]
-            # A copy also where the slab is host memory: one behaviour on every device.
-            copy = SlabViews([raw.to("cpu", copy=True) if entry.on_host else raw.clone()])
+            # Not an inference tensor, which could be written in that mode only. A copy also where the slab is host
+            # memory: one behaviour on every device.
+            with self._torch.inference_mode(False):
+                copy = SlabViews([raw.to("cpu", copy=True) if entry.on_host else raw.clone()])
             if shared is not None:
                 self._copies[key] = copy
         return copy._shared(entry._replace(slab=0, offset=entry.offset - start))

@@ -40,7 +40,7 @@ class Weights(Mapping[str, "torch.Tensor"]):
         self._document: Document | None = table
         self._table: TensorTable | None = None
         self._entries: dict[str, TensorEntry] = {}
-        self._slabs: SlabViews | None = SlabViews(slabs)
+        self._views: SlabViews | None = SlabViews(slabs)
         self._mapped = slabs if isinstance(slabs, MappedSlabs) else None
         self._lease = lease
         self._made: dict[str, torch.Tensor] = {}
@@ -64,8 +64,8 @@ class Weights(Mapping[str, "torch.Tensor"]):
                 table = parse_table(document)
                 check_table(self._head, table)
                 self._entries = {entry.name: entry for entry in table.tensors}
-                if (slabs := self._slabs) is not None:
-                    slabs.copy_together(table.tensors)
+                if (views := self._views) is not None:
+                    views.copy_together(table.tensors)
                 self._table = table
                 self._document = None
         assert self._table is not None
@@ -107,7 +107,7 @@ class Weights(Mapping[str, "torch.Tensor"]):
     def close(self) -> None:
         """Gives up memory and lease as far as no tensor still uses them. Idempotent."""
         self._closed = True
-        self._slabs = None
+        self._views = None
         self._mapped = None
         self._document = None
         self._lease = None
@@ -149,9 +149,9 @@ class Weights(Mapping[str, "torch.Tensor"]):
         """What makes the tensors. `EngineError` if they are unmapped, `ValueError` after `close` or `private_copy`."""
         if self._unmapped:
             raise EngineError(problem=f"the weights of {self._head.model} are unmapped; remap() them before {what}")
-        if self._slabs is None:
+        if self._views is None:
             raise self._is_closed()
-        return self._slabs
+        return self._views
 
     def __getitem__(self, name: str) -> torch.Tensor:
         made = self._made.get(name)

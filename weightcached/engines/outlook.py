@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import logging
 import os
-import select
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..client.target import worker_socket
-from ..errors import ModelError, ModelFailed, ModelLoading, ModelNotLoaded, TimedOut, WeightCacheError
+from ..errors import ModelError, ModelFailed, ModelLoading, ModelNotLoaded, WeightCacheError
 from ..paths import check_runtime_dir, control_path
-from ..shard.manifest import SourceFile, read_key, source_files
+from ..shard.manifest import read_key
 from ..wire.connection import Connection, seconds_left
-from ..wire.messages import Request, Status, Subscribe
+from ..wire.messages import Status
 
 Shard = Mapping[str, Any]  # as a worker's status describes it
-_LOOK_AGAIN = 0.5  # seconds; a reservation that is given up announces nothing
 _log = logging.getLogger(__name__)
 
 
@@ -56,7 +53,7 @@ def worker_status(device: str, end: float) -> dict[str, Any]:
     Raises what `Connection` raises, when `end` (monotonic seconds) passes too.
     """
     with Connection.open(worker_socket(device), device=device, timeout=seconds_left(end)) as connection:
-        return _ask(connection, Status(), end)
+        return connection.ask(Status(), timeout=seconds_left(end))
 
 
 def configured(
@@ -71,7 +68,7 @@ def configured(
     try:
         check_runtime_dir()
         with Connection.open(control_path(status["instance"]), timeout=seconds_left(end)) as connection:
-            models = _ask(connection, Status(), end)["models"]
+            models = connection.ask(Status(), timeout=seconds_left(end))["models"]
     except WeightCacheError as error:  # another user's service, say, which tells its own user alone
         _log.debug("the service of %s is not asked: %s", device, error)
         return None
@@ -81,39 +78,6 @@ def configured(
         if meant and device in model["devices"] and published == (layout != "checkpoint"):
             progress = model["bytes_done"] / model["bytes_to_read"] if model["bytes_to_read"] else 0.0
             return Configured(model["model"], model["state"], progress, (model["error"] or {}).get("message"))
-    return None
-
-
-def is_reserved(status: Mapping[str, Any], names: Sequence[str]) -> bool:
-    """Whether somebody has room for a model of one of these names: it is about to be published."""
-    return any(item["model"] in names for item in status["reservations"])
-
-
-def wait_for_publisher(device: str, names: Sequence[str], end: float) -> None:
-    """Returns when nobody has room reserved under one of these names any more: it is published, or given up.
-
-    `TimedOut` at `end` (monotonic seconds), and what `Connection` raises.
-    """
-    started = time.monotonic()
-    path = worker_socket(device)
-    with Connection.open(path, device=device, timeout=seconds_left(end)) as connection:
-        status = _ask(connection, Subscribe(), end)
-        while is_reserved(status, names):
-            if end <= time.monotonic():
-                waited_for = f"the publisher of {' or '.join(names)}, which has reserved room"
-                raise TimedOut(path=str(path), seconds=time.monotonic() - started, waited_for=waited_for)
-            if select.select([connection], [], [], min(seconds_left(end), _LOOK_AGAIN))[0]:
-                connection.next_event(seconds_left(end))
-            status = _ask(connection, Status(), end)
-
-
-def same_shard(shards: Sequence[Shard], key: Mapping[str, Any], files: Sequence[SourceFile]) -> Shard | None:
-    """A cached shard with this key that was made from exactly these files."""
-    stats = sorted(file.stat for file in files)
-    for shard in shards:
-        made_of = sorted(file.stat for file in source_files(shard["files"]))
-        if shard["state"] == "cached" and made_of == stats and not _differences(shard, key):
-            return shard
     return None
 
 
@@ -145,9 +109,3 @@ def _same_files(theirs: str | None, ours: Path | None) -> bool:
         or (theirs.endswith(".safetensors") and os.path.dirname(theirs) == mine)
         or (mine.endswith(".safetensors") and os.path.dirname(mine) == theirs)
     )
-
-
-def _ask(connection: Connection, message: Request, end: float) -> dict[str, Any]:
-    reply, fds = connection.request(message, timeout=seconds_left(end))
-    fds.close()
-    return reply

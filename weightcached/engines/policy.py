@@ -16,7 +16,7 @@
     fallback   loaded from disk. Before that what is on its way is waited for, up to `timeout`: a service that starts,
                a model that is loading, another engine that publishes
 
-docs/engines/policies.md has the table of what happens when; `tests/engines/test_policy.py` holds it, cell by cell.
+docs/engines/policies.md has the table of what happens when; `tests/engines/test_policy*.py` hold it, cell by cell.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..client.attach import LONGEST_SECONDS, Mode, attach
+from ..client.duplicates import is_reserved, wait_for_publisher
 from ..client.target import import_torch, resolve
 from ..client.weights import Weights
 from ..errors import (
@@ -37,6 +38,7 @@ from ..errors import (
     ConnectionLost,
     EngineError,
     KeyMismatch,
+    ModelError,
     ModelFailed,
     ModelLoading,
     ModelNotLoaded,
@@ -70,6 +72,7 @@ FALLS_BACK = (
     ModelFailed,
     KeyMismatch,
 )
+PUBLISH_SECONDS = 30.0  # at most for a service that does not answer: the engine has its weights, and is to go on
 _EXPLAIN_SECONDS = 2.0  # beyond the timeout, for a service that may be stuck: only the message is better for it
 DEFAULT_INSTANCE = "model"  # of the unit as the README starts it
 _log = logging.getLogger(__name__)
@@ -199,31 +202,32 @@ def publish_loaded(
     """Hands over what the engine has loaded from disk, which then runs from the shared copy; None if it does not.
 
     `files` are those of `checkpoint_files`, taken before the load. `publish_arguments` go to `weightcached.publish`.
-    Trouble with the cache is no trouble of the engine's: without a service one line at INFO says so; where the service
-    has no room, refuses, or goes away, one warning gives the reason, and the engine runs on from its own memory. So it
-    does where the same weights have been published meanwhile, say by an engine that started with this one.
+    Where the same weights have been published meanwhile, say by an engine that started with this one, this engine runs
+    from that copy. Trouble with the cache is no trouble of the engine's: without a service one line at INFO says so;
+    where the service has no room, refuses, goes away or does not answer, one warning gives the reason, and the engine
+    runs on from its own memory. It is held up for `timeout`, but no longer than PUBLISH_SECONDS, and the move itself.
     """
     if not options.publish:
         return None
     from ..client.publish import publish
 
     torch = import_torch("publish")
+    arguments = {
+        "key": wanted.key,
+        "device": wanted.device,
+        "checkpoint": wanted.checkpoint,
+        "files": files,
+        "if_cached": "share",
+        "timeout": min(options.timeout or ANSWER_SECONDS, PUBLISH_SECONDS),
+        **publish_arguments,
+    }
     try:
-        if files is not None and (there := _published_meanwhile(wanted, files)) is not None:
-            _log.info("%s: %s is cached meanwhile, as %s; this engine keeps the copy of its own",
-                      wanted.engine, wanted.checkpoint, there)  # fmt: skip
-            return None
-        arguments = {
-            "key": wanted.key,
-            "device": wanted.device,
-            "checkpoint": wanted.checkpoint,
-            "files": files,
-            "timeout": options.timeout or ANSWER_SECONDS,
-            **publish_arguments,
-        }
         return publish(wanted.name, module, **arguments)
     except ServiceNotRunning as error:
         _log.info("%s: %s is not published: %s", wanted.engine, wanted.name, error)
+    except ModelError as error:
+        _log.warning("%s: %s is not published, and this engine keeps the copy of its own: %s",
+                     wanted.engine, wanted.name, error)  # fmt: skip
     except (WeightCacheError, OSError, torch.cuda.OutOfMemoryError) as error:
         _log.warning("%s: %s is not published, so the next start loads from disk again; this one runs on: %s",
                      wanted.engine, wanted.name, error)  # fmt: skip
@@ -327,9 +331,9 @@ class _Request:
             self._by_name(miss.model)
             return True
         names = [name for name in (self.options.model, self.wanted.name) if name is not None]
-        if outlook.is_reserved(outlook.worker_status(self.device, self.end), names):
+        if is_reserved(outlook.worker_status(self.device, self.end), names):
             _log.info("%s: waiting up to %g s for who publishes %s", self.wanted.engine, self.left, self.wanted.name)
-            outlook.wait_for_publisher(self.device, names, self.end)
+            wait_for_publisher(self.device, names, self.end)
             return True
         return False
 
@@ -356,12 +360,6 @@ class _Request:
             timeout=timeout,
             key=self.key,
         )
-
-
-def _published_meanwhile(wanted: Wanted, files: Sequence[SourceFile]) -> str | None:
-    status = outlook.worker_status(resolve(wanted.device).name, time.monotonic() + ANSWER_SECONDS)
-    shard = outlook.same_shard(status["shards"], wanted.key, files)
-    return None if shard is None else f"{shard['model']}, generation {shard['generation']}"
 
 
 def _from_disk(wanted: Wanted, reason: WeightCacheError) -> None:

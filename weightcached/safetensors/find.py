@@ -96,8 +96,7 @@ def find(path: Any, stat: Stat, device: Any) -> Found | None:
         if _stalled.get(place, 0.0) > time.monotonic():
             return None
         with Connection.open(socket, device=target.name, timeout=ANSWER_SECONDS) as connection:
-            status, fds = connection.request(Status(), timeout=ANSWER_SECONDS)
-            fds.close()
+            status = connection.ask(Status(), timeout=ANSWER_SECONDS)
         found, reason = _choose(status["shards"], stat)
     except (ServiceNotRunning, NoSuchDevice) as error:
         miss(path, str(error))

@@ -14,8 +14,9 @@ content says whether the files are the same.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import __version__
@@ -24,10 +25,17 @@ from ..config_cluster import ClusterConfig
 from ..errors import ProtocolError
 from ..shard.key import FORMAT_VERSION, STAT_CONTENT
 from ..shard.manifest import SCHEMA
+from ..text import MODEL_NAME
 from ..wire.messages import PROTOCOL
 from .models import Model
 
 SHOWN = 80  # characters of a value in a sentence
+SHOWN_VALUES = 8  # of one field in a sentence
+SHOWN_NODES = 16  # that have one value
+SHOWN_DIFFERENCES = 8
+_DEPTH = 8  # of objects and lists in a description, which has five
+_MOST = 1 << 53
+_FIELD = re.compile(r"\w{1,64}", re.ASCII)
 
 Description = dict[str, Any]
 
@@ -39,15 +47,34 @@ class Difference:
     model: str | None
     field: str
     values: Mapping[int, Any]
+    of_software: bool = False
 
     def __str__(self) -> str:
-        """ "m: content is "1a" on node 0 and "2b" on nodes 1, 2"."""
+        """ "m: content is "1a" on node 0 and "2b" on nodes 1, 2"; of bounded length, whatever the nodes sent."""
         nodes_of: dict[str, list[int]] = {}
         for node, value in self.values.items():
-            nodes_of.setdefault(_shown(value), []).append(node)
-        parts = [f"{value} on {_nodes(nodes)}" for value, nodes in nodes_of.items()]
+            nodes_of.setdefault(_shown(value, None), []).append(node)
+        parts = [f"{_cut(text)} on {_nodes(nodes)}" for text, nodes in nodes_of.items()]
+        if len(parts) > SHOWN_VALUES:
+            parts[SHOWN_VALUES - 1 :] = [f"{len(parts) - SHOWN_VALUES + 1} other values elsewhere"]
         named = f"{self.model}: {self.field}" if self.model else self.field
         return f"{named} is {' and '.join(parts)}"
+
+    def concerns(self, model: str) -> bool:
+        """Whether ranks of the model on these nodes may be of different weights.
+
+        Of another version it is not known whether it cuts alike: a shard that was cut by a version's own rules does not
+        say which those were.
+        """
+        return self.of_software or self.model == model
+
+
+def sentence(found: Sequence[Difference]) -> str:
+    """All of them, or so many of them as a line can have."""
+    parts = list(map(str, found[:SHOWN_DIFFERENCES]))
+    if len(found) > SHOWN_DIFFERENCES:
+        parts.append(f"and {len(found) - SHOWN_DIFFERENCES} more")
+    return "the nodes differ: " + "; ".join(parts)
 
 
 def describe(cluster: ClusterConfig, models: Iterable[Model]) -> Description:
@@ -64,6 +91,7 @@ def describe(cluster: ClusterConfig, models: Iterable[Model]) -> Description:
             "local_ranks": list(cluster.local_ranks) if cluster.local_ranks is not None else None,
             "master_port": cluster.master_port,
             "engine_port": cluster.engine_port,
+            "publisher_port": cluster.publisher_port,
             "keep_alive": cluster.keep_alive,
         },
         "models": {model.name: describe_model(model) for model in models},
@@ -83,11 +111,18 @@ def describe_model(model: Model) -> Description:
             "pipeline_layers": list(layers) if isinstance(layers, tuple) else layers,
             "dtype": spec.dtype,
             "rules": list(spec.rules),
+            "publisher": bool(spec.publisher),
         },
         "key": model.weights if model.complete else None,
         "ranks": [here.start, len(here)],
         "bytes": model.rank_bytes if model.complete else [],
     }
+
+
+def not_cached(description: Description, among: Iterable[str]) -> list[str]:
+    """Which of these models are not cached on a node, of those that it has in its config."""
+    models = description["models"]
+    return [name for name in among if name in models and models[name]["key"] is None]
 
 
 def to_text(description: Description) -> str:
@@ -104,17 +139,41 @@ def parse(text: str, node: int) -> Description:
     """The description that node `node` sent. `ProtocolError` for what is none."""
     try:
         found = json.loads(text)
-        if not isinstance(found["software"], dict) or not isinstance(found["cluster"], dict):
-            raise TypeError("software and cluster must be objects")
+        _require_flat(found, _DEPTH)
+        for part in ("software", "cluster"):
+            _require_fields(found[part], part)
         for name, model in found["models"].items():
+            if not MODEL_NAME.fullmatch(name):
+                raise ValueError(f"{_shown(name)} is no name of a model")
             first, number = model["ranks"]
-            if not all(isinstance(value, int) for value in (first, number, *model["bytes"])):
+            if not all(_is_count(value) for value in (first, number, *model["bytes"])):
                 raise TypeError(f"ranks and bytes of {name} must be numbers")
-            if not isinstance(model["settings"], dict) or not isinstance(model["key"], dict | None):
-                raise TypeError(f"settings and key of {name} must be objects")
+            _require_fields(model["settings"], f"settings of {name}")
+            if model["key"] is not None:
+                _require_fields(model["key"], f"key of {name}")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ProtocolError(problem=f"node {node} sent a description that is not readable: {error!r}") from None
     return dict(found)
+
+
+def _require_flat(value: Any, depth: int) -> None:
+    """Without it what was read could be too deep to be shown."""
+    if depth == 0:
+        raise ValueError("it is too deep")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _require_flat(item, depth - 1)
+
+
+def _require_fields(value: Any, what: str) -> None:
+    if not isinstance(value, dict):
+        raise TypeError(f"{what} must be an object")
+    for name in value:
+        if not _FIELD.fullmatch(name):
+            raise ValueError(f"{_shown(name)} is no name of a field, in {what}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST
 
 
 def differences(descriptions: Sequence[Description]) -> list[Difference]:
@@ -123,9 +182,10 @@ def differences(descriptions: Sequence[Description]) -> list[Difference]:
     What is cached is compared among the nodes where it is; a digest that is not known yet differs from none.
     """
     nodes = dict(enumerate(descriptions))
-    found = []
-    for part in ("software", "cluster"):
-        found += _fields(None, {node: item[part] for node, item in nodes.items()})
+    found: list[Difference] = []
+    software = _fields(None, {node: item["software"] for node, item in nodes.items()})
+    found += [replace(item, of_software=True) for item in software]
+    found += _fields(None, {node: item["cluster"] for node, item in nodes.items()})
     names = list(dict.fromkeys(name for item in descriptions for name in item["models"]))
     for name in names:
         models = {node: item["models"][name] for node, item in nodes.items() if name in item["models"]}
@@ -173,8 +233,15 @@ _UNKNOWN = object()
 
 def _shown(value: Any, most: int | None = SHOWN) -> str:
     text = json.dumps(value, sort_keys=True)
-    return text if most is None or len(text) <= most else text[: most - 3] + "..."
+    return text if most is None else _cut(text, most)
+
+
+def _cut(text: str, most: int = SHOWN) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def _nodes(numbers: Sequence[int]) -> str:
-    return f"node {numbers[0]}" if len(numbers) == 1 else f"nodes {', '.join(map(str, numbers))}"
+    if len(numbers) == 1:
+        return f"node {numbers[0]}"
+    more = f" and {len(numbers) - SHOWN_NODES} more" if len(numbers) > SHOWN_NODES else ""
+    return f"nodes {', '.join(map(str, numbers[:SHOWN_NODES]))}{more}"

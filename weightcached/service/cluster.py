@@ -15,22 +15,40 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from ..config import Config
 from ..config_cluster import ClusterConfig
 from ..errors import ConfigError, MissingDependency, TimedOut, WeightCacheError
-from ..meeting import Job
-from .agreement import Description, Difference, describe, describe_model, differences, digest_of, parse, to_text
+from ..meeting import DESCRIPTION_BYTES, Job
+from ..text import printable
+from .agreement import (
+    Description,
+    Difference,
+    describe,
+    describe_model,
+    differences,
+    digest_of,
+    not_cached,
+    parse,
+    sentence,
+    to_text,
+)
+from .elsewhere import Elsewhere, failure
 from .links import Link, open_link
-from .membership import PROBLEM_CHARS, Beat, Reported, Seen, changes
+from .membership import PROBLEM_CHARS, Beat, Reported, Seen, absent, changes, described
 from .models import HeldBack, Model
+from .pace import Pace, PacedLines
 from .rounds import Round
 
 NOT_YET = HeldBack("the nodes of the cluster have not agreed on it yet", final=False)
 MEET_SECONDS = 60.0  # at least, for a rendezvous, in which all nodes that were there take part
-_FOR_GOOD = (MissingDependency,)  # ends of a rendezvous that the next one would have as well
+STEP_SECONDS = 0.02  # at least from one look at what was heard to the next: others decide how much that is
+PACE_SECONDS = 5.0  # or keep_alive, if that is less: from one line or process to the next, after the first ones
+LINES = 20  # at once, and as many for each node
+ROUNDS = 4
+_FOR_GOOD = (MissingDependency, ConfigError)  # ends of a rendezvous that the next one would have as well
 _log = logging.getLogger(__name__)
 
 
@@ -42,10 +60,12 @@ class Cluster:
         config: Config,
         models: Callable[[], Mapping[str, Model]],
         changed: Callable[[], None],
+        give_up: Callable[[Model, str], None] = lambda model, why: None,
         *,
         to_lose: bool,
     ) -> None:
         """`models()` are those of the service. `changed()` is called when nodes come and go, or agree, or do not.
+        `give_up(model, why)` ends a load whose ranks on other nodes do not come.
 
         `to_lose`: there is something cached that a start which fails would cost.
         """
@@ -54,6 +74,7 @@ class Cluster:
         self._waits = config.ready == "loaded" and self._config is not None and self._config.ready == "all"
         self._models = models
         self._changed = changed
+        self._give_up = give_up
         self._to_lose = to_lose
         self._loaded = False
         self._leaving = False
@@ -65,18 +86,23 @@ class Cluster:
         self._failure: WeightCacheError | None = None  # of a rendezvous, if another one would fail as well
         self._refusal: str | None = None  # why a node is not counted among them
         self._differences: list[Difference] = []
-        self._meeting = False  # whether a round is under way
+        self._meeting: float | None = None  # since when a round is under way
         self._agreed: dict[str, Description] = {}  # what each model was when the nodes agreed last
+        self._absent: list[list[str]] = []  # by node, models that were not cached there then
         self._is_agreed = False
         self._mine: Description = {}
         self._digest = ""
         self._wake = asyncio.Event()
         self._news = asyncio.Event()  # for a start that waits
         self._link: Link | None = None
-        self._round: asyncio.Task[None] | None = None
+        self._rounds: set[asyncio.Task[None]] = set()  # the one under way, and those that are being ended
         self._round_name = ""
         if self._config is not None:
             self._nodes = (Seen(),) * self._config.nodes
+            seconds = min(self._config.keep_alive, PACE_SECONDS)
+            self._lines = PacedLines(_log, "cluster", Pace(LINES * self._config.nodes, seconds))
+            self._round_pace = Pace(ROUNDS, seconds)
+            self._elsewhere = Elsewhere(self._config.node_rank, self._config.timeout)
 
     def models_changed(self) -> None:
         """To be called at each change of a model, before its workers are told of it."""
@@ -105,8 +131,9 @@ class Cluster:
                     return
                 raise ConfigError(file=str(self._file), problem=f"[cluster]: {self._problem}")
             states = [item.state for item in self._nodes]
-            if self._meeting or ("loading" in states and not {"unknown", "gone"} & set(states)):
-                # They are all there, and one has more to read; or they meet, for which there is a time of its own.
+            first = self._meeting is not None and self._problem is None
+            if first or ("loading" in states and not {"unknown", "gone"} & set(states)):
+                # They are all there, and one has more to read; or they meet, which has a time of its own, once.
                 deadline = time.monotonic() + self._config.timeout
             if (left := deadline - time.monotonic()) <= 0:
                 error = self._late(self._config)
@@ -121,7 +148,7 @@ class Cluster:
 
     def fails(self, error: WeightCacheError) -> None:
         """This node ends with an error: what the others are told when `run` ends."""
-        self._end = f"it failed: {error}"[:PROBLEM_CHARS]
+        self._end = printable(f"it failed: {error}")[:PROBLEM_CHARS]
 
     async def run(self) -> None:
         """Keeps in touch with the other nodes until cancelled. Returns at once where there are none.
@@ -139,8 +166,9 @@ class Cluster:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(link.due_in(time.monotonic())):
                         await self._wake.wait()
+                        await asyncio.sleep(STEP_SECONDS)  # what comes meanwhile is looked at together
         finally:
-            await self._end_round()
+            await self._end_rounds()
             if self._link is not None:
                 self._leaving, self._end = True, self._end or "it was stopped"
                 self._link.say()
@@ -150,25 +178,16 @@ class Cluster:
         """The cluster in a status reply, None without one."""
         if self._config is None:
             return None
-        config, link = self._config, self._link
+        config = self._config
         return {
             "node": config.node_rank,
-            "master": f"{config.master_addr}:{config.master_port}",
+            "master": config.meets_at,
             "agreed": self._is_agreed,
-            "problem": self._refusal or self._problem,
+            "problem": self._said_problem(),
+            "meeting": None if self._meeting is None else round(time.monotonic() - self._meeting, 1),
             "round": self._round_name or None,
-            "dropped": dict(link.datagrams.dropped) if link is not None else {},
-            "nodes": [
-                {
-                    "node": node,
-                    "state": item.state,
-                    "address": item.address,
-                    "seen": item.age,
-                    "problem": item.problem,
-                    "ranks": {model.name: _ranks(config, model, node) for model in self._models().values()},
-                }
-                for node, item in enumerate(self._nodes)
-            ],
+            "dropped": dict(self._link.datagrams.dropped) if self._link is not None else {},
+            "nodes": described(self._nodes, self._ranks_on, self._absent),
         }
 
     def sentence(self) -> str | None:
@@ -179,7 +198,7 @@ class Cluster:
             f"node {node} {item.state}" for node, item in enumerate(self._nodes)
             if node != self._config.node_rank and item.state != "loaded"
         ]  # fmt: skip
-        if problem := self._refusal or self._problem:
+        if problem := self._said_problem():
             return f"cluster: {problem}"
         if missing:
             return f"cluster: {', '.join(missing)}"
@@ -194,11 +213,10 @@ class Cluster:
         digest = digest_of(self._mine)
         if digest != self._digest:
             self._digest, self._is_agreed = digest, False
-        different = {item.model: item for item in reversed(self._differences) if item.model is not None}
         for model in models.values():
             agreed = self._agreed.get(model.name) == describe_model(model)
-            if model.name in different:
-                model.held_back = HeldBack(f"the nodes differ: {different[model.name]}", final=True)
+            if different := [item for item in self._differences if item.concerns(model.name)]:
+                model.held_back = HeldBack(sentence(different[:1]), final=True)
             elif agreed or config.ready == "local":
                 model.held_back = None
             else:
@@ -210,8 +228,16 @@ class Cluster:
         state: Reported = "loading" if busy else "loaded"
         if self._leaving:
             state = "leaving"
-        node, nodes = self._config.node_rank, self._config.nodes
-        return Beat(node, nodes, self._boot, state, self._digest or "-", attempt=self._attempt, problem=self._end)
+        return Beat(
+            self._config.node_rank,
+            self._config.nodes,
+            self._boot,
+            state,
+            self._digest or "-",
+            attempt=self._attempt,
+            problem=self._end or failure(self._models().values()),
+            publisher_port=self._config.publisher_port or 0,
+        )
 
     async def _open(self, config: ClusterConfig) -> Link:
         said = False
@@ -228,40 +254,92 @@ class Cluster:
                     _log.error("%s; what is here is served, and it is tried again", error)
                     said = True
                 self._problem = str(error)
+                here = Seen("loaded" if self._loaded else "loading")
+                self._nodes = tuple(here if node == config.node_rank else Seen() for node in range(config.nodes))
                 self._tell()
             await asyncio.sleep(config.keep_alive)
 
     def _step(self, link: Link) -> None:
         assert self._config is not None
         found = link.step(time.monotonic())
-        for bad, sentence in changes(self._nodes, found.nodes, self._config.node_rank):
-            _log.log(logging.WARNING if bad else logging.INFO, "cluster: %s", sentence)
+        for bad, news in changes(self._nodes, found.nodes, self._config.node_rank):
+            self._lines.say(logging.WARNING if bad else logging.INFO, news)
         different = [item.state for item in found.nodes] != [item.state for item in self._nodes]
         self._nodes = found.nodes
         if found.refusal != self._refusal:
             if found.refusal is not None:
-                _log.error("cluster: %s", found.refusal)
+                self._lines.say(logging.ERROR, found.refusal)
             self._refusal, different = found.refusal, True
         if found.round != self._round_name:
             self._begin_round(link, found.round)
+        waiting = self._elsewhere.sentence()
+        vain = self._elsewhere.look(self._models().values(), found.nodes, found.refusal, time.monotonic())
+        if vain is not None:
+            self._give_up(*vain)
+        different = different or waiting != self._elsewhere.sentence()
         if different:
             self._tell()
 
     def _begin_round(self, link: Link, name: str) -> None:
-        before, self._round, self._round_name = self._round, None, name
-        if before is not None:
-            if self._meeting:
-                _log.info("cluster: a rendezvous is called off, the nodes have changed")
-            before.cancel()
-        self._meeting = bool(name)
+        if self._meeting is not None:
+            self._lines.say(logging.INFO, "a rendezvous is called off, the nodes have changed")
+        self._call_off_rounds()
+        self._round_name, self._meeting = name, time.monotonic() if name else None
         if name:
-            self._round = asyncio.create_task(self._meet(link, name, before), name="rendezvous")
+            self._run_beside(self._meet(link, name))
 
-    async def _meet(self, link: Link, name: str, before: asyncio.Task[None] | None) -> None:
+    def _call_off_rounds(self) -> None:
+        for task in self._rounds:
+            if not task.cancelling():  # a second time it would not wait for its process any more
+                task.cancel()
+
+    def _run_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Until it is done, or until another round begins."""
+        task = asyncio.create_task(work, name="rendezvous")
+        self._rounds.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._rounds.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.critical("cluster: a defect in the rendezvous", exc_info=error)
+            self._failed(f"unexpected {type(error).__name__} in the rendezvous; the log has more")
+
+    async def _meet(self, link: Link, name: str) -> None:
+        """One rendezvous. One that fails is shown, and another one is asked for."""
         assert self._config is not None
-        config, said = self._config, self._mine
-        if before is not None:
-            await asyncio.wait([before])  # its process has the port
+        try:
+            if before := self._rounds - {asyncio.current_task()}:
+                await asyncio.wait(before)  # their processes have the port
+            if (left := self._round_pace.take(time.monotonic())) > 0:
+                await asyncio.sleep(left)
+                self._round_pace.take(time.monotonic())
+            await self._rendezvous(self._config, link, name)
+        except (WeightCacheError, OSError) as error:
+            if name != self._round_name:
+                return
+            if str(error) != self._problem:
+                _log.error("cluster: the rendezvous failed: %s", error)
+            self._failure = error if isinstance(error, _FOR_GOOD) else None
+            self._failed(str(error))
+
+    def _failed(self, problem: str) -> None:
+        self._problem, self._meeting = problem, None
+        self._run_beside(self._ask_again())
+        self._tell()
+
+    async def _ask_again(self) -> None:
+        assert self._config is not None
+        await asyncio.sleep(self._config.keep_alive)
+        self._attempt += 1
+        self._wake.set()
+
+    async def _rendezvous(self, config: ClusterConfig, link: Link, name: str) -> None:
+        said = self._mine
+        description = to_text(said)
+        if len(description) > DESCRIPTION_BYTES:
+            problem = f"{len(description)} bytes to tell the other nodes, at most {DESCRIPTION_BYTES} are sent"
+            raise ConfigError(file=str(self._file), problem=f"[cluster]: {problem}; give it fewer models")
         job = Job(
             host=link.host,
             port=link.port,
@@ -269,32 +347,23 @@ class Cluster:
             nodes=config.nodes,
             round=name,
             seconds=max(config.timeout, MEET_SECONDS),
-            description=to_text(said),
+            description=description,
         )
-        try:
-            await Round().run(job, lambda found: self._met(found, said))
-        except (WeightCacheError, OSError) as error:
-            if str(error) != self._problem:
-                _log.error("cluster: the rendezvous failed: %s", error)
-            self._problem, self._meeting = str(error), False
-            self._failure = error if isinstance(error, _FOR_GOOD) else None
-            self._tell()
-            await asyncio.sleep(config.keep_alive)  # before another one, for which this node asks
-            self._attempt += 1
-            self._wake.set()
+        await Round().run(job, lambda found: self._met(found, said))
 
     def _met(self, texts: list[str], said: Description) -> None:
         """Compares what the nodes have said, `said` of this one among it."""
         assert self._config is not None
         found = [parse(text, node) for node, text in enumerate(texts)]
-        self._meeting = False
+        self._meeting = None
+        self._absent = [not_cached(item, among=said["models"]) for item in found]
         self._differences = differences(found)
-        names = {item.model for item in self._differences}
-        agreed = {name: item for name, item in said["models"].items() if name not in names}
-        self._agreed = {**{name: item for name, item in self._agreed.items() if name not in names}, **agreed}
+        agreed = {**self._agreed, **said["models"]}
+        unequal = {name for name in agreed if any(item.concerns(name) for item in self._differences)}
+        self._agreed = {name: item for name, item in agreed.items() if name not in unequal}
         self._is_agreed = not self._differences and self._digest == digest_of(said)
         if self._differences:
-            self._problem = "the nodes differ: " + "; ".join(map(str, self._differences))
+            self._problem = sentence(self._differences)
             _log.error("cluster: %s", self._problem)
         else:
             self._problem = self._failure = None
@@ -302,10 +371,20 @@ class Cluster:
         self._look_at_models(self._config)
         self._tell()
 
-    async def _end_round(self) -> None:
-        if self._round is not None:
-            self._round.cancel()
-            await asyncio.gather(self._round, return_exceptions=True)
+    async def _end_rounds(self) -> None:
+        while self._rounds:
+            self._call_off_rounds()
+            await asyncio.wait(self._rounds)
+
+    def _said_problem(self) -> str | None:
+        """What is wrong among the nodes, for people."""
+        return self._refusal or self._problem or self._elsewhere.sentence()
+
+    def _ranks_on(self, node: int) -> dict[str, list[int]]:
+        """The first and the last rank of each model there."""
+        assert self._config is not None
+        shares = {item.name: self._config.share(item.config.parallel.world, node) for item in self._models().values()}
+        return {name: [share.start, share.stop - 1] for name, share in shares.items()}
 
     def _tell(self) -> None:
         self._news.set()
@@ -313,24 +392,7 @@ class Cluster:
 
     def _late(self, config: ClusterConfig) -> TimedOut:
         """The error with the nodes that did not come."""
-        address = f"{config.master_addr}:{config.master_port}"
-        missing = []
-        for node, item in enumerate(self._nodes):
-            where = f", last heard of at {item.address}" if item.address and node else ""
-            reason = f": {item.problem}" if item.problem else ""
-            if node != config.node_rank and item.state in ("unknown", "gone"):
-                said = "gone" if item.state == "gone" else "never heard of"
-                missing.append(f"node {node} ({said}{where}{reason})")
-        if config.node_rank and self._nodes[0].state in ("unknown", "gone"):
-            missing = ["node 0, which does not answer there; do all nodes have its address and the same master_port?"]
-        waited_for = (
-            ", ".join(missing) or f"the nodes to agree ({self._refusal or self._problem or 'no reason is known'})"
-        )
-        return TimedOut(path=address, seconds=config.timeout, waited_for=waited_for)
-
-
-def _ranks(config: ClusterConfig, model: Model, node: int) -> list[int]:
-    """The first and the last rank of the model on a node."""
-    counts = config.counts(model.config.parallel.world)
-    first = sum(counts[:node])
-    return [first, first + counts[node] - 1]
+        problem = self._refusal or self._problem or "no reason is known"
+        who = absent(self._nodes, config.node_rank, self._refusal) if self._link is not None else ""
+        waited_for = who or f"the nodes to agree ({problem})"
+        return TimedOut(path=config.meets_at, seconds=config.timeout, waited_for=waited_for)

@@ -1,7 +1,8 @@
-"""The digests of what engines have published, computed in the background by `digester` processes, one at a time.
+"""The digests of what engines have published, computed in the background by `digester` processes.
 
 An engine records the stat tuples of the files that its own loader read. Once their digest is remembered under those
-tuples, a client with the same bytes elsewhere finds what was published (`client.identity`).
+tuples, a client with the same bytes elsewhere finds what was published (`client.identity`). One process at a time reads
+from a file system: more would only take more of the disk, and one that hangs with its disk holds up no other disk's.
 """
 
 from __future__ import annotations
@@ -16,60 +17,89 @@ from dataclasses import fields
 from typing import Any
 
 from ..checkpoint.remembered import recall
-from ..errors import ProtocolError, WeightCacheError, from_wire
+from ..errors import CheckpointError, ProtocolError, WeightCacheError, from_wire
 from ..shard.key import STAT_CONTENT
 from ..shard.manifest import SourceFile
 from ..text import describe_exit
 from ..wire.framing import MAX_MESSAGE, Frame, decode
-from .vault import HeldShard
+from .vault import DigestEnd, HeldShard
 from .workers import gone, spawn_role
 
 _log = logging.getLogger(__name__)
 
 Files = tuple[SourceFile, ...]
-ShardId = tuple[str, str, int]  # device, model, generation
+Job = tuple[str, Files]  # a checkpoint, and its files when they were loaded
+Told = Callable[[str, str, int, str | None], None]
+
+# A disk that answers at all is done by then, though everybody else comes first: seconds, and bytes a second.
+PATIENCE_SECONDS = 3600.0
+_SLOWEST = 10e6
 
 
 class Digests:
-    """The queue of checkpoints to digest. `known(device, model, generation)` is called for each shard at the end."""
+    """The queue of checkpoints to digest. Each shard's end is told: `told(device, model, generation, problem)`.
 
-    def __init__(self, known: Callable[[str, str, int], None]) -> None:
-        self._known = known
+    The problem is why the digest is given up, None where it is known.
+    """
+
+    def __init__(self, told: Told) -> None:
+        self._told = told
         # In order, each once, since all ranks are loaded from the same; with the shards of each.
-        self._queue: dict[tuple[str, Files], list[ShardId]] = {}
+        self._queue: dict[Job, list[HeldShard]] = {}
+        self._started: set[Job] = set()
         self._wake = asyncio.Event()
 
     def add(self, shard: HeldShard) -> None:
         """Queues what a shard was loaded from, if its digest is not in its key."""
         head = shard.read_head()
         checkpoint = head.attributes.get("checkpoint")
-        if head.key.content.startswith(STAT_CONTENT) and head.files and isinstance(checkpoint, str):
-            shards = self._queue.setdefault((checkpoint, head.files), [])
-            shards.append((shard.device, shard.model, shard.generation))
+        if not head.key.content.startswith(STAT_CONTENT):
+            return
+        if head.files and isinstance(checkpoint, str):
+            self._queue.setdefault((checkpoint, head.files), []).append(shard)
             self._wake.set()
+        else:
+            self._tell(shard, "its publisher has not said which checkpoint it has loaded")
 
     async def run(self) -> None:
-        """Computes until cancelled, which ends the process of the current one."""
-        while True:
-            while not self._queue:
+        """Computes until cancelled, which ends the processes."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
                 self._wake.clear()
+                for job in [job for job in self._queue if job not in self._started]:
+                    if not _file_systems(job) & {disk for other in self._started for disk in _file_systems(other)}:
+                        self._started.add(job)
+                        tasks.create_task(self._finish(job), name=f"digest {job[0]}")
                 await self._wake.wait()
-            checkpoint, files = next(iter(self._queue))
-            known = False
-            try:
-                if None in await asyncio.to_thread(recall, files):
-                    done = await _digest(checkpoint, files)
-                    _log.info("%s: %d bytes digested in %.1f s", checkpoint, done["bytes"], done["seconds"])
-                known = True
-            except (WeightCacheError, OSError) as error:  # no descriptor or no process to be had among the latter
-                _log.warning(
-                    "%s: its digest is given up, what was published of it is found by the very same files only: %s",
-                    checkpoint,
-                    error,
-                )
-            for shard in self._queue.pop((checkpoint, files)):
-                if known:  # who waits for these bytes looks again
-                    self._known(*shard)
+
+    async def _finish(self, job: Job) -> None:
+        """Takes a job to its end, one or the other, and off the queue."""
+        checkpoint, files = job
+        problem = None
+        try:
+            if None in await asyncio.to_thread(recall, files):
+                done = await _digest(checkpoint, files)
+                _log.info("%s: %d bytes digested in %.1f s", checkpoint, done["bytes"], done["seconds"])
+        except (WeightCacheError, OSError) as error:  # no descriptor or no process to be had among the latter
+            problem = str(error)
+            _log.warning(
+                "%s: its digest is given up, what was published of it is found by the very same files only: %s",
+                checkpoint,
+                problem,
+            )
+        self._started.discard(job)
+        for shard in self._queue.pop(job):
+            self._tell(shard, problem)
+        self._wake.set()
+
+    def _tell(self, shard: HeldShard, problem: str | None) -> None:
+        shard.digest = DigestEnd(problem)
+        self._told(shard.device, shard.model, shard.generation, problem)
+
+
+def _file_systems(job: Job) -> set[int]:
+    """The device numbers of a job's files (stat(2))."""
+    return {file.device for file in job[1]}
 
 
 async def _digest(checkpoint: str, files: Files) -> dict[str, Any]:
@@ -82,11 +112,17 @@ async def _digest(checkpoint: str, files: Files) -> dict[str, Any]:
             frame.send(ours)
         process = await spawn_role(["digest", checkpoint], {"--channel-fd": theirs.fileno()})
         theirs.close()
+        patience = PATIENCE_SECONDS + sum(file.size for file in files) / _SLOWEST
         try:
             data = b""
-            with contextlib.suppress(ConnectionResetError):  # ended before it has read its job
-                data = await asyncio.get_running_loop().sock_recv(ours, MAX_MESSAGE)
+            async with asyncio.timeout(patience):
+                with contextlib.suppress(ConnectionResetError):  # ended before it has read its job
+                    data = await asyncio.get_running_loop().sock_recv(ours, MAX_MESSAGE)
             await gone(process, "digest")
+        except TimeoutError:
+            raise CheckpointError(
+                file=checkpoint, problem=f"not read within {patience:.0f} s; does its disk hang?"
+            ) from None
         finally:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from ..config_cluster import ClusterConfig
 from ..errors import ConnectionFailed
-from ..meeting import listen, refused
+from ..meeting import host_and_port, listen, refused
 from .membership import MISSED, Beat, Datagrams, Members, Seen, State, View, cluster_id, encode
 
 
@@ -87,17 +87,22 @@ class MasterLink(Link):
         self, config: ClusterConfig, address: tuple[str, int], beat: Callable[[], Beat], wake: Callable[[], None]
     ) -> None:
         super().__init__(config, address, beat, wake)
-        self._members = Members(config.nodes, config.keep_alive)
+        self._members = Members(config.nodes, config.keep_alive, config.publisher_port or 0)
         self._asked: set[int] = set()
+        self._anew: set[int] = set()  # nodes that have started anew since the last step
         self._said: object = None
 
     def datagram_received(self, data: bytes, addr: Any) -> None:
         beat = self.datagrams.beat(data)
         if beat is None:
             return
-        reason = self._members.heard(beat, addr, time.monotonic())
+        now = time.monotonic()
+        before = self._members.boot_of(beat.node) if self._members.is_there(beat.node, now) else None
+        reason = self._members.heard(beat, addr, now)
         if reason is None:
             self._asked.add(beat.node)
+            if before not in (None, beat.boot):
+                self._anew.add(beat.node)
         else:
             self._refusal = reason, time.monotonic()
             self._send(View(self._beat().boot, 0, (), refused=reason), addr)
@@ -107,7 +112,11 @@ class MasterLink(Link):
         own = self._beat()
         self._number += 1
         self._members.heard(replace(own, number=self._number), (self.host, self.port), now)
-        nodes = self._members.seen(now)
+        # However fast it was: that a process has ended matters to those that were waiting for it.
+        nodes = tuple(
+            replace(item, state="gone", problem="it has started anew") if node in self._anew else item
+            for node, item in enumerate(self._members.seen(now))
+        )
         view = View(own.boot, self._members.next_round(now), nodes)
         said = view.round, [(item.state, item.problem) for item in nodes]
         for node, address in self._members.addresses():
@@ -115,6 +124,9 @@ class MasterLink(Link):
                 self._send(view, address)
         self._said = said
         self._asked.clear()
+        if self._anew:
+            self._anew.clear()
+            self._wake()
         return Step(nodes, f"{own.boot}/{view.round}" if view.round else "", self._refused(now))
 
     def due_in(self, now: float) -> float:
@@ -143,6 +155,7 @@ class NodeLink(Link):
             return
         if view.refused is not None:
             self._refusal = f"node 0 refuses this one: {view.refused}", time.monotonic()
+            self._heard = self._refusal[1]  # it is there
         elif self._view is None or view.boot != self._view.boot or view.number >= self._view.number:
             self._view, self._heard = view, time.monotonic()
         self._wake()
@@ -195,7 +208,7 @@ async def open_link(config: ClusterConfig, beat: Callable[[], Beat], wake: Calla
         sock.close()
         if not master and error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
             problem = "is not reached from here; is the network up, and does the unit allow it (network.conf.example)?"
-            raise ConnectionFailed(path=f"{host}:{port}", problem=problem) from error
+            raise ConnectionFailed(path=host_and_port(host, port), problem=problem) from error
         raise refused(host, port, error) from error
     return made
 
@@ -205,5 +218,5 @@ async def _resolve(name: str, port: int) -> tuple[str, int]:
         found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_DGRAM)
     except OSError as error:
         problem = f"master_addr is not to be found: {error.strerror or error}"
-        raise ConnectionFailed(path=f"{name}:{port}", problem=problem) from error
+        raise ConnectionFailed(path=host_and_port(name, port), problem=problem) from error
     return str(found[0][4][0]), port

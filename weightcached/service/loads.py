@@ -97,6 +97,11 @@ class Loads:
             self._again = None
             self._current.call_off()
 
+    def give_up(self, model: Model, why: str) -> None:
+        """Ends the model's publisher, if one runs: its load fails with that reason."""
+        if isinstance(self._current, Publishers) and self._current.model is model:
+            self._current.give_up(why)
+
     async def run(self) -> None:
         """Loads until cancelled; a cancelled load's process is ended and awaited."""
         while True:
@@ -141,7 +146,7 @@ class Loads:
 
     def _loader_of(self, model: Model) -> LoaderProcess | Publishers:
         if model.spec.publisher:
-            return Publishers(model, self._vault)
+            return Publishers(model, self._vault, model.config.meeting)
         return LoaderProcess(model, self._staging(), self._changed)
 
 

@@ -5,7 +5,7 @@
     loads         the queue of models and the loader process of the current one
     vault         copies of every published shard's descriptors
     store         copies of those that the service manager keeps
-    digests       the process that reads what an engine loaded, for its digest
+    digests       processes that read what engines loaded, for its digest
     verifications processes that compare what is cached with its checksums
     health        the process that watches the GPUs for errors
     cluster       the other nodes, if there are any
@@ -122,7 +122,7 @@ class Service:
         self.vault = Vault(self._store)
         staging = lambda: self.config.staging_memory  # noqa: E731
         self.loads = Loads(self._model_changed, staging, self.vault, lambda *half: shards.withdraw(*half))
-        self.digests = Digests(lambda device, *shard: self.workers[device].digested(*shard))
+        self.digests = Digests(lambda device, *told: self.workers[device].digested(*told))
         self.verifications = Verifications()
         self._control = Control(self, own.listener)
         shards = Shards(
@@ -147,7 +147,9 @@ class Service:
         }
         self._placement = Placement.of(config, {item.name: item.memory.free for item in devices}, to_lose=bool(handed))
         self.health = Health(watched(devices), Recovery(self, self._model_changed, self._control.holders))
-        self.cluster = Cluster(config, lambda: self.models, self._cluster_changed, to_lose=bool(handed))
+        self.cluster = Cluster(
+            config, lambda: self.models, self._cluster_changed, self.loads.give_up, to_lose=bool(handed)
+        )
         self._notifier = notifier
         self._stopping = asyncio.Event()
         self._state_changed = asyncio.Event()
@@ -294,13 +296,9 @@ class Service:
         self.ready = True
         self._notifier.ready("ready")
         self._show_status()
-        names = [f"{model.name} on {', '.join(model.devices)}" for model in self.models.values() if model.complete]
-        _log.info(
-            "ready: weightcached %s, instance %s, serving %s",
-            __version__,
-            self.instance,
-            "; ".join(names) or "no model yet",
-        )
+        served = [f"{model.name} on {', '.join(model.devices)}" for model in self.models.values() if model.complete]
+        names = "; ".join(served) or "no model yet"
+        _log.info("ready: weightcached %s, instance %s, serving %s", __version__, self.instance, names)
 
     async def _start(self) -> None:
         self._notifier.progress("starting workers")

@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from ..checkpoint.digest import json_digest
+from ..text import printable
 
 FORMAT = 1  # of the datagrams; another number is another cluster's
 BEAT_BYTES = 2048
 VIEW_BYTES = 60_000  # a datagram may have 65,507
 MISSED = 3  # signs of life; then a node is gone
 PROBLEM_CHARS = 300  # 1,200 bytes at most, which fit into a beat
-NAME_CHARS = 64  # of a boot and a digest
+NAME_CHARS = 64  # of a boot, a digest and an address
 RETIRED = 16  # former processes of a node that are remembered
 
 Fields = dict[str, Callable[[Any], bool]]
@@ -38,7 +39,8 @@ State = Literal["unknown", "loading", "loaded", "gone"]
 class Beat:
     """A node's sign of life. `boot` is random for each process, `digest` that of its description, `attempt` counts
     rounds that failed here alone; with any of the three changed the nodes must agree anew. `number` grows with each
-    one sent, since datagrams overtake one another."""
+    one sent, since datagrams overtake one another. `publisher_port` is 0 for none: publishers meet before the nodes
+    agree, so that it is known earlier."""
 
     node: int
     nodes: int
@@ -48,6 +50,7 @@ class Beat:
     number: int = 0
     attempt: int = 0
     problem: str | None = None
+    publisher_port: int = 0
 
     @property
     def claim(self) -> tuple[str, str, int]:
@@ -113,7 +116,7 @@ class Datagrams:
         if not _fits(content, _BEAT) or not 0 < content["node"] < content["nodes"]:
             self._malformed()
             return None
-        return Beat(**content)
+        return Beat(**{**content, "problem": _fit_to_show(content["problem"])})
 
     def view(self, data: bytes) -> View | None:
         """What node 0 says."""
@@ -124,11 +127,11 @@ class Datagrams:
         if not all(isinstance(item, dict) and _fits(item, _SEEN) for item in seen):
             self._malformed()
             return None
-        nodes = tuple(Seen(**item) for item in content.pop("nodes"))
+        nodes = tuple(Seen(**{**item, "problem": _fit_to_show(item["problem"])}) for item in content.pop("nodes"))
         if len(nodes) != self._nodes and content["refused"] is None:
             self._malformed()
             return None
-        return View(nodes=nodes, **content)
+        return View(nodes=nodes, **{**content, "refused": _fit_to_show(content["refused"])})
 
     def _content(self, data: bytes, what: str, most: int) -> dict[str, Any] | None:
         try:
@@ -156,11 +159,15 @@ def _is_count(value: object) -> bool:
 
 
 def _is_name(value: object) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= NAME_CHARS
+    return isinstance(value, str) and 0 < len(value) <= NAME_CHARS and value.isascii() and value.isprintable()
+
+
+def _is_address(value: object) -> bool:
+    return value is None or _is_name(value)
 
 
 def _is_text(value: object) -> bool:
-    return value is None or isinstance(value, str)
+    return value is None or (isinstance(value, str) and len(value) <= PROBLEM_CHARS)
 
 
 _BEAT: Fields = {
@@ -172,6 +179,7 @@ _BEAT: Fields = {
     "number": _is_count,
     "attempt": _is_count,
     "problem": _is_text,
+    "publisher_port": _is_count,
 }
 _VIEW: Fields = {
     "boot": _is_name,
@@ -182,10 +190,15 @@ _VIEW: Fields = {
 }
 _SEEN: Fields = {
     "state": lambda value: value in get_args(State),
-    "address": _is_text,
+    "address": _is_address,
     "age": lambda value: value is None or _is_number(value),
     "problem": _is_text,
 }
+
+
+def _fit_to_show(text: str | None) -> str | None:
+    """What another node says of itself goes into sentences of this one."""
+    return None if text is None else printable(text)[:PROBLEM_CHARS]
 
 
 def _fits(content: dict[str, Any], wanted: Fields) -> bool:
@@ -206,9 +219,10 @@ class Member:
 class Members:
     """Node 0's table of the nodes, itself among them."""
 
-    def __init__(self, nodes: int, keep_alive: float) -> None:
+    def __init__(self, nodes: int, keep_alive: float, publisher_port: int = 0) -> None:
         self.round = 0  # the one that was given out last
         self._count = nodes
+        self._publisher_port = publisher_port
         self._keep_alive = keep_alive
         self._members: dict[int, Member] = {}
         self._given_out_for: dict[int, tuple[str, str, int]] | None = None
@@ -217,6 +231,9 @@ class Members:
         """Takes in a beat. Returns why the node is not counted, None if it is."""
         if beat.nodes != self._count:
             return f"nodes = {beat.nodes} in the config of node {beat.node}, {self._count} in that of node 0"
+        if beat.publisher_port != self._publisher_port:
+            ports = [port or "none" for port in (beat.publisher_port, self._publisher_port)]
+            return f"publisher_port = {ports[0]} in the config of node {beat.node}, {ports[1]} in that of node 0"
         known = self._members.get(beat.node)
         if known is None:
             self._members[beat.node] = Member(beat, address, now)
@@ -229,6 +246,14 @@ class Members:
             return None  # overtaken by a later one
         known.beat, known.address, known.heard = beat, address, now
         return None
+
+    def is_there(self, node: int, now: float) -> bool:
+        """Whether it is known, and not gone."""
+        return self._seen(node, now).state not in ("unknown", "gone")
+
+    def boot_of(self, node: int) -> str | None:
+        """Of the process that counts as the node now, None if none does."""
+        return self._members[node].beat.boot if node in self._members else None
 
     def seen(self, now: float) -> tuple[Seen, ...]:
         """Every node as it is now, in their order."""
@@ -278,6 +303,45 @@ def changes(before: Iterable[Seen], after: Iterable[Seen], me: int) -> list[tupl
         elif now.state != was.state:
             found.append((False, f"node {node} is {now.state}"))
     return found
+
+
+def absent(nodes: Sequence[Seen], me: int, refusal: str | None) -> str:
+    """Which of the others are not there, with what is known of why; "" if all are, or if node 0 refuses this one.
+
+    `refusal`: why a node is not counted, which this one is where it is not node 0.
+    """
+    if me and refusal:
+        return ""
+    if me and nodes[0].state == "unknown":  # which is all that there is to say: of the others it tells
+        return "node 0, which does not answer there; do all nodes have its address and the same master_port?"
+    found = []
+    for node, item in enumerate(nodes[:1] if me and nodes[0].state == "gone" else nodes):
+        if node != me and item.state in ("unknown", "gone"):
+            said = "gone" if item.state == "gone" else "never heard of"
+            where = f", last heard of at {item.address}" if item.address else ""
+            found.append(f"node {node} ({said}{where}{f': {item.problem}' if item.problem else ''})")
+    return ", ".join(found) + (f"; {refusal}" if found and refusal else "")
+
+
+def described(
+    nodes: Iterable[Seen], ranks_on: Callable[[int], dict[str, list[int]]], absent: Sequence[list[str]] = ()
+) -> list[dict[str, Any]]:
+    """The nodes in a status reply, each with the first and the last rank of every model there.
+
+    `absent`: of each node, where that is known, the models that were not cached there when the nodes met last.
+    """
+    return [
+        {
+            "node": node,
+            "state": item.state,
+            "address": item.address,
+            "seen": item.age,
+            "problem": item.problem,
+            "ranks": ranks_on(node),
+            "absent": absent[node] if node < len(absent) else [],
+        }
+        for node, item in enumerate(nodes)
+    ]
 
 
 def _host(address: Any) -> str | None:

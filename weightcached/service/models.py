@@ -230,13 +230,18 @@ class Model:
             )
             half = [(device, self._shards.pop(device).generation) for device in sorted(self._together)]
             self._together.clear()
-        elif self.state == "loading" and self.spec.parallel.world > 1 and error.fields.get("device") in self.devices:
+        elif self.state == "loading" and self.spec.parallel.world > 1 and self._is_of_a_rank(error):
             device = error.fields["device"]
             error = self.load_failed(f"rank {first + self.devices.index(device)} on {device}: {error}")
         self.state = "cached" if self.complete else "failed"
         self.error, self._load_published = error, True
         self._passing = error if passes else None
         return half
+
+    def _is_of_a_rank(self, error: WeightCacheError) -> bool:
+        """Whether it names the device of one; of a single rank here a failure of the whole load does so as well."""
+        whole = isinstance(error, LoadFailed) and len(self.devices) == 1
+        return error.fields.get("device") in self.devices and not whole
 
     def load_failed(self, why: WeightCacheError | str) -> LoadFailed:
         """The failure of a load of this model: `why` itself if it is one, else one with that reason."""
@@ -330,6 +335,7 @@ class Model:
             "bytes_to_read": self.bytes_to_read,
             "load_seconds": self.load_seconds,
             "held_back": self.held_back.reason if self.held_back else None,
+            "held_back_for_good": self.held_back is not None and self.held_back.final,
             "error": to_wire(self.error) if self.error else None,
         }
 

@@ -13,7 +13,8 @@ At once, since the ranks of an engine wait for one another. What a process is to
 `weightcached.publish` carries the spec on in the shard, so that a restart of the service knows whose it is. LOCAL_RANK
 is 0 on a GPU, as after ``torchrun --virtual-local-rank``: it is the number of a device among those that the process
 sees, and it sees its own alone. MASTER_PORT is a free one of 127.0.0.1, another at each run, and nobody holds it: what
-an earlier run has left behind listens elsewhere. Ranks on several nodes meet where all nodes have been told.
+an earlier run has left behind listens elsewhere. Ranks on several nodes meet at publisher_port of node 0, where rank 0
+listens; RANK and WORLD_SIZE are of all nodes.
 
 The load is done when every process has published its rank and has ended with exit status 0. Nobody knows how far it is,
 so a process is ended when it says nothing at all for SILENT_SECONDS. What it says, on either output, goes to the log.
@@ -70,6 +71,7 @@ class Publishers:
         self._meet = meet
         self._ranks = [Rank(model.name, self.spec, number) for number in range(len(self.spec.devices))]
         self._called_off = False
+        self._given_up: str | None = None  # why
         self._ended = asyncio.Event()
 
     async def run(self) -> WeightCacheError | None:
@@ -77,7 +79,7 @@ class Publishers:
         elsewhere = self.spec.parallel.world - len(self.spec.devices)
         if elsewhere and self._meet is None:
             why = f"{elsewhere} of its ranks are on other nodes, and nothing says where they meet with those here"
-            return self.model.load_failed(f"{why}: write engine_port in [cluster]")
+            return self.model.load_failed(f"{why}: write publisher_port in [cluster]")
         try:
             meet = self._meet if elsewhere else (LOOPBACK, free_port())
         except OSError as error:
@@ -102,6 +104,9 @@ class Publishers:
             self._ended.set()
         if self._called_off:
             return None
+        if self._given_up is not None:
+            self.killed = True  # by what may be over when somebody waits for the model
+            return self.model.load_failed(self._given_up)
         if problem is None:
             problem = next(filter(None, map(self._not_published, self._ranks, before)), None)
         if problem is not None:
@@ -114,6 +119,11 @@ class Publishers:
     def call_off(self) -> None:
         """Ends all processes with SIGKILL. `run` returns when nothing of them is left."""
         self._called_off = True
+        self._kill()
+
+    def give_up(self, why: str) -> None:
+        """Ends all processes with SIGKILL; `run` returns that reason. For ranks on other nodes that do not come."""
+        self._given_up = why
         self._kill()
 
     async def end(self) -> None:

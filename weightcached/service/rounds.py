@@ -48,8 +48,12 @@ class Round:
                 async with asyncio.timeout(job.seconds + GRACE_SECONDS):
                     await self._answered.wait()
             if self._answer is not None and "met" in self._answer:
-                met([str(item) for item in self._answer["met"]["descriptions"]])
-                await self._ended.wait()
+                try:
+                    met([str(item) for item in self._answer["met"]["descriptions"]])
+                finally:  # whatever it thinks of them: on node 0 the others may still be reading
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(GRACE_SECONDS):
+                            await self._ended.wait()
             if self._ended.is_set():
                 await gone(process, "rendezvous")
         finally:

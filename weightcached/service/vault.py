@@ -8,13 +8,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..fds import FdSet, OwnedFd
 from ..shard.manifest import ManifestHead, parse_head, read_documents
 from .store import ANSWER_SECONDS, KeptShard, ShardName, Store
 
 _log = logging.getLogger(__name__)
+
+
+class DigestEnd(NamedTuple):
+    """What has come of the digest of a shard's files: it is remembered, or given up because of `problem`."""
+
+    problem: str | None
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +33,7 @@ class HeldShard:
     nbytes: int
     descriptors: list[OwnedFd]
     kept: KeptShard | None = None  # as the service manager keeps it
+    digest: DigestEnd | None = None  # None while it is computed, or where the key has it
 
     def read_head(self) -> ManifestHead:
         """The head of its manifest."""

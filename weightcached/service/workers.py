@@ -127,9 +127,10 @@ class WorkerProcess:
         """What is in one shard is not what was published."""
         self._send({"lost": {"reason": reason, "model": model, "generation": generation}})
 
-    def digested(self, model: str, generation: int) -> None:
-        """The digests of the files that a shard was loaded from are remembered by now."""
-        self._send({"digested": {"model": model, "generation": generation}})
+    def digested(self, model: str, generation: int, problem: str | None) -> None:
+        """The digests of the files that a shard was loaded from are remembered by now, or given up; told again to a
+        restarted worker."""
+        self._send({"digested": {"model": model, "generation": generation, "problem": problem}})
 
     def unneeded(self, model: str, generation: int, reason: str) -> None:
         """The model's other ranks had to make room, or never came: an idle one here is evicted as well."""
@@ -237,6 +238,8 @@ class WorkerProcess:
         for shard in self._vault.of_device(self.device):
             name = {"model": shard.model, "generation": shard.generation}
             self._channel.send({"adopt": name}, [item.fileno() for item in shard.descriptors])
+            if shard.digest is not None:
+                self.digested(shard.model, shard.generation, shard.digest.problem)
         self._send({"models": self._models})  # before any client is served: not all that is adopted may be given out
         if self._lost is not None:
             self._send({"lost": {"reason": self._lost}})

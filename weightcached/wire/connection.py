@@ -118,6 +118,14 @@ class Connection:
         self.send(message, fds, timeout=timeout)
         return self.answer(message.op, timeout)
 
+    def ask(
+        self, message: Request, fds: list[int] | tuple[int, ...] = (), *, timeout: float | None = DEFAULT_TIMEOUT
+    ) -> dict[str, Any]:
+        """`request` for a reply that is all in its object; descriptors that come all the same are closed."""
+        reply, received = self.request(message, fds, timeout=timeout)
+        received.close()
+        return reply
+
     def send(
         self, message: Request, fds: list[int] | tuple[int, ...] = (), *, timeout: float | None = DEFAULT_TIMEOUT
     ) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from ..devices import Memory
 from ..errors import KeyMismatch, ManifestError, ModelInUse, NoSuchModel, ProtocolError
 from ..fds import OwnedFd
-from ..shard.key import ShardKey
+from ..shard.key import STAT_CONTENT, ShardKey
 from ..shard.manifest import ManifestHead, SlabEntry
 from ..text import holder
 from ..wire.messages import Renew
@@ -39,6 +39,7 @@ class Shard:
 
     `used` grows with every shard that is published or adopted, every lease and every end of one: the smallest is the
     least recently used. `settling`: adopted a moment ago, so that without leases it is not known to be idle yet.
+    `digest`: what the service says of the digest of its files, None where it has said nothing.
     """
 
     head: ManifestHead
@@ -47,6 +48,7 @@ class Shard:
     leases: dict[int, Lease] = field(default_factory=dict)
     used: int = 0
     settling: bool = False
+    digest: str | None = None
 
     @property
     def model(self) -> str:
@@ -90,6 +92,7 @@ class Shard:
             "created": self.head.created,
             "checkpoint": self.head.attributes.get("checkpoint"),
             "key": asdict(self.head.key),
+            "digest": self.digest or ("pending" if self.head.key.content.startswith(STAT_CONTENT) else "known"),
             "files": [asdict(file) for file in self.head.files],
             "leases": [lease.describe() for lease in self.leases.values()],
         }
@@ -117,6 +120,7 @@ class UnheldShard(Shard):
         self.leases = {}
         self.used = 0
         self.settling = False
+        self.digest = "unknown"
 
     @property
     def counted_bytes(self) -> int:
@@ -188,6 +192,10 @@ class Reservation:
     generation: int
     peer: Peer
     peak: int
+
+    def describe(self) -> dict[str, Any]:
+        """The reservation in a status reply. Of two for one model, the lower `generation` has come first."""
+        return {"model": self.model, "nbytes": self.nbytes, "generation": self.generation, "pid": self.peer.pid}
 
 
 class Catalogue:

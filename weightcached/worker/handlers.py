@@ -117,9 +117,7 @@ class Handlers:
                 {**shard.describe(), "pin": shard.model in catalogue.policies and catalogue.policies[shard.model].pin}
                 for shard in catalogue.shards
             ],
-            "reservations": [
-                {"model": item.model, "nbytes": item.nbytes, "pid": item.peer.pid} for item in catalogue.reservations
-            ],
+            "reservations": [item.describe() for item in catalogue.reservations],
         }
 
     def models_changed(self, models: dict[str, dict[str, Any]]) -> None:
@@ -200,10 +198,12 @@ class Handlers:
             self.drop(describe(shard))
             self._announce("evicted", shard, reason=reason)
 
-    def digested(self, model: str, generation: int) -> None:
-        """What a shard was loaded from has a digest by now: subscribers who have the same bytes find it."""
+    def digested(self, model: str, generation: int, problem: str | None) -> None:
+        """What a shard was loaded from has a digest by now, so that who has the same bytes finds it; or never will."""
         if (shard := self._catalogue.find(model)) is not None and shard.generation == generation:
-            self._announce("digested", shard)
+            shard.digest = "known" if problem is None else f"given up: {problem}"
+            why: dict[str, Any] = {} if problem is None else {"problem": problem}
+            self._announce("digested", shard, **why)
 
     def device_lost(self, reason: str | None) -> None:
         """The device is lost for this reason, and all that was on it; None: it is there again, and empty."""

@@ -12,7 +12,8 @@ Channel, service to worker:
     {"models": {name: {...}}}                           what becomes of each model, and which may be given out
     {"dropped": {"model", "generation"}}                the service and its manager have let go of a dropped shard
     {"unneeded": {"model", "generation", "reason"}}     its other ranks are not there: this one may go, if it is idle
-    {"digested": {"model", "generation"}}               the digests of what it was loaded from are remembered now
+    {"digested": {"model", "generation", "problem"}}    the digests of what it was loaded from are remembered now, or
+                                                        given up because of `problem`
     {"lost": {"reason"}}                                the device is lost, and all that was on it, until it is back
     {"lost": {"reason", "model", "generation"}}         only this shard is
     {"back": {}}                                        a lost device is there again
@@ -140,8 +141,8 @@ class Worker:
                 self._handlers.dropped(model, generation)
             case {"unneeded": {"model": str(model), "generation": int(generation), "reason": str(reason)}}:
                 self._handlers.unneeded(model, generation, reason)
-            case {"digested": {"model": str(model), "generation": int(generation)}}:
-                self._handlers.digested(model, generation)
+            case {"digested": {"model": str(model), "generation": int(generation), "problem": None | str() as problem}}:
+                self._handlers.digested(model, generation, problem)
             case {"lost": {"reason": str(reason), "model": str(model), "generation": int(generation)}}:
                 self._handlers.shard_lost(model, generation, reason)
             case {"lost": {"reason": str(reason)}}:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 
 from tests.engines.models import TINY, outputs, save_random
 from tests.running import ROOT, RunningService, import_path
+from tests.warm import Warm
 from weightcached.engines.transformers import from_cache
 from weightcached.errors import EngineError
 
@@ -42,19 +41,24 @@ def serve(services: list[RunningService], runtime_dir: Path, folder: Path, size:
     return services[-1].ready()
 
 
-def run_ranks(folder: Path, tmp_path: Path, **options: Any) -> list[dict[str, Any]]:
-    """What each of two ranks, run together, has put into its file."""
+@pytest.fixture(scope="module")
+def warm() -> Iterator[Warm]:
+    """What forks the ranks: each would import torch and transformers for longer than it runs."""
+    started = Warm("torch.distributed.tensor", "transformers.models.qwen3.modeling_qwen3", "transformers.distributed")
+    yield started
+    started.close()
+
+
+def run_ranks(warm: Warm, folder: Path, tmp_path: Path, **options: Any) -> list[dict[str, Any]]:
+    """What each of two ranks, processes that run together, has put into its file."""
     processes = []
     for rank in range(2):
         arguments = [str(rank), "2", str(tmp_path / "store"), str(folder), str(tmp_path / f"out-{rank}")]
-        command = [sys.executable, "-m", "tests.engines.transformers.rank", *arguments, f"host-{rank}"]
-        env = {**os.environ, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank)}
-        processes.append(
-            subprocess.Popen(
-                [*command, json.dumps(options)], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
-        )
-    texts = [process.communicate(timeout=55)[0].decode()[-4000:] for process in processes]
+        command = ["-m", "tests.engines.transformers.rank", *arguments, f"host-{rank}", json.dumps(options)]
+        environ = {**os.environ, "PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank)}
+        processes.append(warm.start(*command, cwd=ROOT, environ=environ))
+    ended = [process.wait(55) for process in processes]
+    texts = [(done.stdout + done.stderr)[-4000:] for done in ended]
     # Not by the exit status: torch's gloo threads may abort a process at its very end, after all has been written.
     assert all((tmp_path / f"out-{rank}").exists() for rank in range(2)), "\n".join(texts)
     return [torch.load(tmp_path / f"out-{rank}", weights_only=True) for rank in range(2)]
@@ -66,13 +70,13 @@ def qwen3(**changes: Any) -> Any:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_ranks_give_what_the_whole_model_gives(
-    services: list[RunningService], runtime_dir: Path, tmp_path: Path, tied: bool
+    warm: Warm, services: list[RunningService], runtime_dir: Path, tmp_path: Path, tied: bool
 ) -> None:
     """Each rank's parameters are its own slab's memory, half of what is cut; the logits are the whole model's."""
     folder = save_random(qwen3(tie_word_embeddings=tied), tmp_path / "random")
     service = serve(services, runtime_dir, folder)
 
-    found = run_ranks(folder, tmp_path)
+    found = run_ranks(warm, folder, tmp_path)
 
     want = outputs(transformers.Qwen3ForCausalLM.from_pretrained(folder).eval())
     for rank in found:
@@ -86,35 +90,37 @@ def test_ranks_give_what_the_whole_model_gives(
 
 
 def test_another_cut_is_refused_by_every_rank(
-    services: list[RunningService], runtime_dir: Path, tmp_path: Path
+    warm: Warm, services: list[RunningService], runtime_dir: Path, tmp_path: Path
 ) -> None:
     """A vocabulary that the service pads and transformers does not: the error names the parameter and both cuts."""
     folder = save_random(qwen3(vocab_size=99), tmp_path / "random")
     serve(services, runtime_dir, folder)
 
-    for rank in run_ranks(folder, tmp_path):
+    for rank in run_ranks(warm, folder, tmp_path):
         assert rank["error"].startswith("EngineError: Qwen3ForCausalLM: the cache's slices are not")
         assert "model.embed_tokens.weight: is cut to [64, 32], of other places" in rank["error"]
 
 
-def test_converted_experts_are_refused(services: list[RunningService], runtime_dir: Path, tmp_path: Path) -> None:
+def test_converted_experts_are_refused(
+    warm: Warm, services: list[RunningService], runtime_dir: Path, tmp_path: Path
+) -> None:
     """What transformers merges while loading is no slice of the checkpoint; from_pretrained is named instead."""
     sizes = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     moe = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**EVEN, **sizes))
     folder = save_random(moe, tmp_path / "random")
     serve(services, runtime_dir, folder)
 
-    for rank in run_ranks(folder, tmp_path):
+    for rank in run_ranks(warm, folder, tmp_path):
         assert "transformers rewrites weights while it loads them" in rank["error"]
         assert "not supported with tp_plan" in rank["error"]
 
 
-def test_fallback_loads_every_rank_from_disk(runtime_dir: Path, tmp_path: Path) -> None:
+def test_fallback_loads_every_rank_from_disk(warm: Warm, runtime_dir: Path, tmp_path: Path) -> None:
     """Without a service the ranks are what transformers itself loads, with the whole model's logits."""
     pytest.importorskip("accelerate", reason="transformers cuts models only with accelerate there")
     folder = save_random(qwen3(), tmp_path / "random")
 
-    found = run_ranks(folder, tmp_path, on_miss="fallback", timeout=0)
+    found = run_ranks(warm, folder, tmp_path, on_miss="fallback", timeout=0)
 
     want = outputs(transformers.Qwen3ForCausalLM.from_pretrained(folder).eval())
     for rank in found:

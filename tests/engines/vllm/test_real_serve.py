@@ -109,7 +109,8 @@ def test_a_service_preloads_by_the_command(
 ) -> None:
     """`publisher = [...]`: the service is ready when the weights are cached; the first engine is a hit."""
     path = import_path() if gpu_devices() else f"{plugin_folder(tmp_path)}:{import_path()}"
-    config = f"""devices = "all"
+    device = gpu_devices()[0].name if gpu_devices() else "host-0"
+    config = f"""devices = ["{device}"]
 [[model]]
 name = "served"
 checkpoint = "{model}"

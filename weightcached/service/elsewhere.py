@@ -1,0 +1,71 @@
+"""The ranks on other nodes that a publisher here waits for: whether they still come. No sockets, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..text import printable
+from .membership import PROBLEM_CHARS, Seen
+from .models import Model
+
+
+def failure(models: Iterable[Model]) -> str | None:
+    """What the other nodes are told of a load that failed here, first of one that they wait for; None if none has."""
+    failed = sorted((item for item in models if item.state == "failed"), key=lambda item: item.config.meeting is None)
+    return printable(f"{failed[0].name}: {failed[0].error}")[:PROBLEM_CHARS] if failed else None
+
+
+class Elsewhere:
+    """What the other nodes do while a publisher here, whose ranks meet theirs, is loading."""
+
+    def __init__(self, me: int, timeout: float) -> None:
+        """`me`: the number of this node. `timeout`: seconds that a node may do nothing of the kind."""
+        self._me = me
+        self._timeout = timeout
+        self._model: Model | None = None
+        self._came: set[int] = set()  # nodes that have been loading, too
+        self._idle_since: dict[int, float] = {}
+        self._idle: dict[int, Seen] = {}
+
+    def look(
+        self, models: Iterable[Model], nodes: Sequence[Seen], refusal: str | None, now: float
+    ) -> tuple[Model, str] | None:
+        """The model whose load here is in vain, and why. None while there is none, or hope.
+
+        `refusal`: why a node is not counted. `now`: seconds, monotonic.
+
+        A node that was loading and does so no more, and says why, will not come again. One that says nothing may be
+        done already, may not have begun, or may have been cut off: it has its time.
+        """
+        model = next((item for item in models if item.state == "loading" and item.config.meeting is not None), None)
+        if model is not self._model:
+            self._model = model
+            self._came.clear()
+            self._idle_since.clear()
+        self._idle = {}
+        if model is None:
+            return None
+        for node, item in enumerate(nodes):
+            if node == self._me:
+                continue
+            if item.state == "loading":
+                self._came.add(node)
+                self._idle_since.pop(node, None)
+                continue
+            self._idle[node] = item
+            waited = now - self._idle_since.setdefault(node, now)
+            concerned = item.state == "gone" or (item.problem or "").startswith(f"{model.name}: ")
+            if item.problem is not None and concerned and node in self._came:
+                return model, f"node {node}, which has ranks of it, loads it no more: {item.problem}"
+            if waited >= self._timeout:
+                why = f"waited {waited:.0f} s for its ranks on node {node} ({item.state})"
+                return model, f"{why}; {refusal}" if refusal else why
+        return None
+
+    def sentence(self) -> str | None:
+        """What was seen last, for people: which publisher waits, and for whom."""
+        if self._model is None or not self._idle:
+            return None
+        name = self._model.name
+        idle = ", ".join(f"node {node} ({item.state})" for node, item in self._idle.items())
+        return f"the publisher of {name} waits for its ranks on {idle}; have {name} loaded there too"
