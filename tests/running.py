@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import resource
 import select
@@ -23,6 +24,7 @@ from weightcached.wire.connection import Connection
 from weightcached.wire.messages import Status
 
 START_SECONDS = 30.0
+READER = "weightcached.loader.reader_process"  # an argument of each
 ROOT = Path(__file__).parents[1]
 
 
@@ -229,6 +231,17 @@ def children_of(pid: int) -> list[int]:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except FileNotFoundError:
         return []
+
+
+def own_children(argument: str) -> list[int]:
+    """Direct children of this process with that argument (`READER`): there may be others, which another test has left,
+    such as Python's own resource tracker."""
+    found = []
+    for pid in children_of(os.getpid()):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if argument.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
 
 
 def process_of_role(service: RunningService, role: str, seconds: float = START_SECONDS) -> int:

@@ -35,7 +35,7 @@ from tests.loader.loads import (
     tensors_of,
 )
 from tests.loader.whole import any_cut, columns, whole
-from tests.running import children_of
+from tests.running import READER, own_children
 from weightcached.checkpoint.digest import BLOCK_BYTES
 from weightcached.checkpoint.fileset import open_checkpoint
 from weightcached.errors import CheckpointChanged, ConnectionLost, DeviceError
@@ -342,7 +342,7 @@ def test_a_reader_that_is_killed_leaves_nothing(big: Path, read_slab: ReadSlab) 
     """The same when a reader dies under the load."""
 
     def kill(done: int) -> None:
-        os.kill(children_of(os.getpid())[0], 9)
+        os.kill(own_children(READER)[0], 9)
 
     with pytest.raises(ConnectionLost, match="ended by signal SIGKILL"):
         load_cuda(big, read=read_slab, readers=1, progress=kill)

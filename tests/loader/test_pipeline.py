@@ -33,7 +33,7 @@ from tests.loader.loads import (
     tensors_of,
 )
 from tests.loader.whole import any_cut, columns, whole
-from tests.running import children_of
+from tests.running import READER, children_of, own_children
 from weightcached.checkpoint.digest import BLOCK_BYTES, checkpoint_digest, digest_checkpoint
 from weightcached.checkpoint.fileset import open_checkpoint
 from weightcached.errors import CheckpointChanged, CheckpointError, ConnectionLost
@@ -312,7 +312,7 @@ def test_the_first_error_ends_every_reader(big: Path) -> None:
     """After one reader fails nobody waits for another, not even if that does not run: the error is the first one's."""
 
     def stop_one_and_truncate() -> None:
-        os.kill(children_of(os.getpid())[0], signal.SIGSTOP)
+        os.kill(own_children(READER)[0], signal.SIGSTOP)
         os.truncate(big, 100)
 
     with pytest.raises(CheckpointChanged, match=r"\d+ bytes expected, 100 found"):
@@ -323,7 +323,7 @@ def test_a_reader_that_is_killed_is_an_error(big: Path) -> None:
     """The load ends, with the reader's signal in the error; what the slab holds by then is nobody's."""
 
     def kill_one() -> None:
-        os.kill(children_of(os.getpid())[0], signal.SIGKILL)
+        os.kill(own_children(READER)[0], signal.SIGKILL)
 
     with pytest.raises(ConnectionLost, match=r"reader process \d+: ended by signal SIGKILL in the middle of the load"):
         load_host(big, readers=2, progress=at(1, kill_one))
@@ -346,7 +346,7 @@ def test_an_exception_of_a_signal_handler_ends_the_load(big: Path) -> None:
         raise Terminated
 
     def wait_for_ever() -> None:
-        for pid in children_of(os.getpid()):
+        for pid in own_children(READER):
             os.kill(pid, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGALRM)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
@@ -418,7 +418,7 @@ def test_one_step_after_the_other(big: Path, fail: str) -> None:
 def test_as_many_readers_as_suit_the_load(big: Path) -> None:
     """They run while it loads, and end with it."""
     seen: list[int] = []
-    loaded = load_host(big, progress=lambda done: seen.append(len(children_of(os.getpid()))))
+    loaded = load_host(big, progress=lambda done: seen.append(len(own_children(READER))))
     assert set(seen) == {reader_count(loaded.plan.task_count)}
 
 

@@ -104,8 +104,8 @@ def test_every_byte_is_read_once(tmp_path: Path, make_checkpoint: MakeCheckpoint
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        check=True,
     )
+    assert run.returncode == 0, run.stderr
     (start, _, _), (read, counted, held) = json.loads(run.stdout)
     nbytes = llama.file_bytes(folder)
     assert counted == nbytes

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.leaks import NoDescriptorLeaks
-from tests.running import children_of, import_path
+from tests.running import import_path, own_children
 from weightcached.config import ModelConfig
 from weightcached.errors import WeightCacheError
 from weightcached.service import publishers
@@ -170,7 +170,7 @@ def test_a_load_that_is_cancelled_leaves_nothing(runtime_dir: Path, descriptors:
     async def run() -> list[int]:
         task = asyncio.create_task(Publishers(Model(config, ("host-0",)), Vault()).run())
         async with asyncio.timeout(20):
-            while not (pids := children_of(os.getpid())):  # noqa: ASYNC110
+            while not (pids := own_children("sleep")):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)  # the kernel reports no event for a new child
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

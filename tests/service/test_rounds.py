@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.running import children_of
+from tests.running import own_children
 from tests.service.nodes import free_port
 from weightcached.errors import ProtocolError, TimedOut
 from weightcached.meeting import Job
@@ -23,16 +21,6 @@ from weightcached.service.workers import spawn_role
 
 def job(node: int, port: int, seconds: float = 30.0) -> Job:
     return Job("127.0.0.1", port, node, 2, "r/1", seconds, f"description of {node}")
-
-
-def rendezvous_processes() -> list[int]:
-    """Those that this process has started and that have not ended."""
-    found = []
-    for pid in children_of(os.getpid()):
-        with contextlib.suppress(FileNotFoundError):
-            if b"rendezvous" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-                found.append(pid)
-    return found
 
 
 @pytest.fixture
@@ -70,7 +58,7 @@ def test_two_rounds_meet() -> None:
         return found
 
     assert asyncio.run(meet()) == [["description of 0", "description of 1"]] * 2
-    assert rendezvous_processes() == []
+    assert own_children("rendezvous") == []
 
 
 def test_the_error_of_the_process_is_raised() -> None:
@@ -90,7 +78,7 @@ def test_cancelled_it_leaves_no_process(started: Callable[[], Awaitable[int]]) -
             await task
 
     asyncio.run(cancel())
-    assert rendezvous_processes() == []
+    assert own_children("rendezvous") == []
 
 
 def test_a_process_that_is_killed_is_an_error(started: Callable[[], Awaitable[int]]) -> None:
