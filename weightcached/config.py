@@ -116,7 +116,7 @@ class ModelConfig(BaseModel):
 
     _file: Path | None = PrivateAttr(None)
     _share: range | None = PrivateAttr(None)  # of the ranks, on this node
-    _meeting: tuple[str, int] | None = PrivateAttr(None)
+    _meeting: tuple[str, int] | None = PrivateAttr(None)  # of a publisher's ranks
 
     @property
     def ranks_here(self) -> range:
@@ -125,7 +125,7 @@ class ModelConfig(BaseModel):
 
     @property
     def meeting(self) -> tuple[str, int] | None:
-        """Where the ranks of its publisher meet, where they are on several nodes."""
+        """Address and port where the ranks of its publisher meet; None if all are on this node."""
         return self._meeting
 
     @property

@@ -114,15 +114,15 @@ class ClusterConfig(BaseModel):
     def meeting_of(self, model: ModelConfig, models: Iterable[ModelConfig]) -> tuple[str, int] | None:
         """Address and port where the ranks of a model's publisher meet, None where they are all on this node.
 
-        Each of `models` has its own, since two nodes need not load them in the same order. `ValueError` if there is
-        no port for it.
+        Each of `models` with a publisher has a port of its own: two nodes need not load them in the same order.
+        `ValueError` if there is no port for it.
         """
         if self.alone or not model.publisher or self.master_addr is None:
             return None
         if self.publisher_port is None:
             raise ValueError(
                 "its publisher has ranks on other nodes; write publisher_port in [cluster], a port of node 0 where "
-                "they meet, and which neither master_port nor an engine has"
+                "they meet, which must be another one than master_port and those of engines"
             )
         port = self.publisher_port + sorted(item.name for item in models if item.publisher).index(model.name)
         if port > 65535 or port in (self.master_port, self.engine_port):

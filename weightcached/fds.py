@@ -56,9 +56,10 @@ class OwnedFd:
     def __repr__(self) -> str:
         return f"OwnedFd({self._fd})" if self._fd >= 0 else "OwnedFd(closed)"
 
+    # A default argument, since the globals of modules may be gone when the interpreter ends.
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         fd = getattr(self, "_fd", -1)
-        if fd >= 0 and not ending():  # the process's end closes it, and modules may be gone
+        if fd >= 0 and not ending():  # the end of the process closes it
             self.close()  # first: a warning may be an exception
             warnings.warn(f"descriptor {fd} was never closed", ResourceWarning, stacklevel=2)
 

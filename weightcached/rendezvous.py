@@ -52,7 +52,7 @@ def run(channel_fd: int) -> int:
         try:
             job = _receive(channel)
             _end_with(channel, alive=True)
-            frame = framing.Frame({"met": {"descriptions": meet(job)}})  # which may be too large for one
+            frame = framing.Frame({"met": {"descriptions": meet(job)}})  # `ProtocolError` if it is too large
         except WeightCacheError as error:
             code, frame = 1, framing.Frame({"failed": {"error": to_wire(error)}})
         _end_with(channel, alive=False)
@@ -123,7 +123,7 @@ def _exchange(job: Job, store: TCPStore, deadline: float) -> list[str]:
 
 
 def _wait(job: Job, store: TCPStore, what: str, deadline: float, without: Collection[int] = ()) -> list[int]:
-    """Waits until every node but those has written that key. Returns those that have not by then."""
+    """Waits until every node, but for `without`, has written that key. Returns those that have not at `deadline`."""
     from torch.distributed import DistStoreError
 
     left = timedelta(seconds=max(deadline - time.monotonic(), 0.01))

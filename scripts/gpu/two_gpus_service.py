@@ -67,7 +67,7 @@ class Service:
             )
 
     def ready(self) -> None:
-        """Returns when it has said so."""
+        """Returns when it has said that it is. `StepFailed` if it ends before, or takes more than START_SECONDS."""
         assert self._process is not None
         end = time.monotonic() + START_SECONDS
         while not self._is_ready.wait(0.2):
@@ -164,9 +164,9 @@ class Ranks:
                 env={
                     **service.environ,
                     "OMP_NUM_THREADS": "1",
-                    "TMPDIR": str(folder),
+                    "TMPDIR": str(folder),  # torchrun leaves files there
                     **environ,
-                },  # torchrun leaves some
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -17,10 +17,10 @@ from weightcached.service.agreement import (
     SHOWN_VALUES,
     Description,
     describe,
+    describe_differences,
     differences,
     digest_of,
     parse,
-    sentence,
     to_text,
 )
 from weightcached.service.models import Model
@@ -126,7 +126,7 @@ def test_many_differences_are_one_line(described: Callable[[int], Description]) 
     found = differences([parse(to_text(item), number) for number, item in enumerate(nodes)])
     assert len(found) == 51
     assert max(len(str(item)) for item in found) < 2500
-    said = sentence(found)
+    said = describe_differences(found)
     assert said.startswith('the nodes differ: weightcached is "8" on nodes 0, 2, 4')
     assert "; and 34 more and " not in said and "30 and 34 more and" in said
     assert said.endswith(f"; and {51 - SHOWN_DIFFERENCES} more")

@@ -24,7 +24,7 @@ from weightcached.checkpoint.remembered import recall
 from weightcached.errors import CheckpointError
 from weightcached.paths import socket_path
 from weightcached.service import digests
-from weightcached.service.vault import DigestEnd, HeldShard
+from weightcached.service.vault import DigestOutcome, HeldShard
 from weightcached.shard.key import STAT_CONTENT, ShardKey
 from weightcached.shard.manifest import ManifestHead, SlabEntry, SourceFile, TensorTable, write_manifest
 from weightcached.wire.connection import Connection
@@ -216,7 +216,7 @@ def test_a_disk_that_hangs_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) ->
                 news.clear()
                 await news.wait()
             assert sorted(reading) == ["/dead/a", "/good/c"]
-            assert shards[0].digest is None and shards[2].digest == DigestEnd(None)
+            assert shards[0].digest is None and shards[2].digest == DigestOutcome(None)
             answers.set()
             while len(told) < 5:
                 news.clear()

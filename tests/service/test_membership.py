@@ -22,11 +22,11 @@ from weightcached.service.membership import (
     Members,
     Seen,
     View,
-    absent,
     changes,
     cluster_id,
-    described,
+    describe_nodes,
     encode,
+    missing_nodes,
 )
 
 ID = cluster_id(29650)
@@ -233,7 +233,7 @@ def test_views_go_to_the_others(members: Members) -> None:
 
 def test_a_status_has_each_node() -> None:
     """With its ranks, and with what is not cached there, where that is known."""
-    first, second = described([Seen("gone", "h", 2.0, "why"), Seen()], lambda node: {"m": [node, 7]}, [["m"]])
+    first, second = describe_nodes([Seen("gone", "h", 2.0, "why"), Seen()], lambda node: {"m": [node, 7]}, [["m"]])
     seen = {"state": "gone", "address": "h", "seen": 2.0, "problem": "why"}
     assert first == {"node": 0, **seen, "ranks": {"m": [0, 7]}, "absent": ["m"]}
     assert (second["ranks"], second["absent"]) == ({"m": [1, 7]}, [])
@@ -272,7 +272,7 @@ def test_a_start_says_who_is_not_there(states: list[Any], me: int, refusal: str 
     nodes = [
         Seen(state, f"h{node}", 1.0, "why") if state == "gone" else Seen(state) for node, state in enumerate(states)
     ]
-    found = absent(nodes, me, refusal)
+    found = missing_nodes(nodes, me, refusal)
     assert found == said or (found.startswith(said) and said.endswith("its"))
 
 

@@ -37,9 +37,9 @@ _log = logging.getLogger(__name__)
 
 
 def is_reserved(status: Mapping[str, Any], names: Collection[str], before: int | None = None) -> bool:
-    """Whether somebody has room for a model of one of these names: it is about to be published.
+    """Whether somebody has reserved room for a model of one of these names: it is about to be published.
 
-    `status` is a worker's. With `before` only reservations of lower generations count.
+    `status` is a worker's. With `before`, a generation, only reservations with a lower one count.
     """
     return any(
         item["model"] in names and (before is None or item.get("generation", before) < before)
@@ -48,7 +48,9 @@ def is_reserved(status: Mapping[str, Any], names: Collection[str], before: int |
 
 
 def wait_for_publisher(device: str, names: Collection[str], end: float) -> dict[str, Any]:
-    """The worker's status when nobody has room reserved under one of these names: it is published, or given up.
+    """Waits until nobody has room reserved under one of these names, and gives the worker's status then.
+
+    What was reserved is published by then, or given up.
 
     `TimedOut` at `end` (monotonic seconds), and what `Connection` raises.
     """
@@ -66,10 +68,12 @@ def wait_for_publisher(device: str, names: Collection[str], end: float) -> dict[
     return status
 
 
-def gives_way(offer: Offer, generation: int | None, end: float) -> bool:
-    """Whether another publisher of the same comes first: it is done, or has reserved before `generation` (None: ever).
+def another_comes_first(offer: Offer, generation: int | None, end: float) -> bool:
+    """Whether another publisher of the same is done, or has reserved room with a generation below this one.
 
-    To be asked after the reservation: of those who ask at the same time, all but the first then hear of another one.
+    `generation`: that of this publisher's own reservation, None where it has none; then any other one counts.
+
+    Ask after the reservation: of all who reserve at the same time, all but the first then see an earlier one.
     """
     device = offer.target.name
     with Connection.open(worker_socket(device), device=device, timeout=seconds_left(end)) as connection:
@@ -78,10 +82,11 @@ def gives_way(offer: Offer, generation: int | None, end: float) -> bool:
 
 
 def take_duplicate(offer: Offer, end: float) -> Weights | None:
-    """Puts the engine's tensors onto what somebody else has published of the same, after a wait for who is about to.
+    """Puts the engine's tensors onto a shard that another publisher has with the same key, and gives its `Weights`.
 
-    None where there is nothing with this key, and nobody about to publish it. `TimedOut`; `ModelError` if not all
-    bytes are the same, what `attach` raises if it is evicted in this moment: the tensors are as they were.
+    Waits first until nobody is about to publish the name; None if no shard has this key then. After an error the
+    tensors are as they were: `TimedOut`, `ModelError` if not all bytes are the same, what `attach` raises if the shard
+    is evicted in this moment.
     """
     device = offer.target.name
     status = wait_for_publisher(device, [offer.name], end)
@@ -109,7 +114,7 @@ def _move_onto(offer: Offer, weights: Weights) -> None:
     """The engine's own tensors onto the slabs of `weights`, after all bytes were compared."""
     theirs = {entry.name: entry for entry in weights.table.tensors}
     _require_same_tensors(offer, theirs, weights)
-    names = _names(offer)
+    names = _names_by_place(offer)
     slabs = weights.require_mapped("tensors are put onto them").slabs
     shared, own = [], [block for block in offer.plan.blocks if block.alone]
     for block in offer.plan.blocks:
@@ -118,11 +123,11 @@ def _move_onto(offer: Offer, weights: Weights) -> None:
             if not named:  # its storage has named tensors, but it is none, and has no place in the other shard
                 own.append(block)
                 continue
-            there = _there(block, {(theirs[name].slab, theirs[name].offset - at) for name, at in named}, weights)
+            there = _as_theirs(block, {(theirs[name].slab, theirs[name].offset - at) for name, at in named}, weights)
             if there is None:
-                raise _differ(weights, f"what shares bytes with {named[0][0]} lies in another way")
+                raise _difference(weights, f"what shares bytes with {named[0][0]} lies in another way")
             if not _equal(there, slabs[there.slab]):
-                raise _differ(weights, f"{named[0][0]} has other bytes")
+                raise _difference(weights, f"{named[0][0]} has other bytes")
             shared.append(there)
     for block in shared:
         rebind(block, slabs[block.slab].untyped_storage())
@@ -135,17 +140,17 @@ def _require_same_tensors(offer: Offer, theirs: Mapping[str, TensorEntry], weigh
     """`ModelError` unless both have the same names, of the same types and shapes."""
     ours = {entry.name: entry for entry in offer.plan.entries}
     if other := sorted(ours.keys() ^ theirs.keys()):
-        raise _differ(weights, f"only one of the two has {other[0]}")
+        raise _difference(weights, f"only one of the two has {other[0]}")
     for name, entry in ours.items():
         if (entry.dtype, entry.shape) != (theirs[name].dtype, theirs[name].shape):
             found = f"{theirs[name].dtype} {list(theirs[name].shape)}"
-            raise _differ(weights, f"{name} is {found} there, {entry.dtype} {list(entry.shape)} here")
+            raise _difference(weights, f"{name} is {found} there, {entry.dtype} {list(entry.shape)} here")
 
 
-def _names(offer: Offer) -> dict[tuple[int, int, int], list[str]]:
-    """What the tensors are called that begin at a place of the plan: by identity, slab and byte.
+def _names_by_place(offer: Offer) -> dict[tuple[int, int, int], list[str]]:
+    """The names of the tensors, by their identity and where the plan puts them: slab and byte.
 
-    One that is laid out a second time, apart from what it shares bytes with, is not at its own place.
+    The place is not where its block has it for a tensor that the plan lays out a second time (`storages._apart`).
     """
     tensors = {item.name: item.tensor for item in offer.named}
     found: dict[tuple[int, int, int], list[str]] = {}
@@ -154,8 +159,11 @@ def _names(offer: Offer) -> dict[tuple[int, int, int], list[str]]:
     return found
 
 
-def _there(block: Block, shifts: Collection[tuple[int, int]], weights: Weights) -> Block | None:
-    """The block as it lies in the other shard, from which its named tensors are shifted; None where it cannot lie."""
+def _as_theirs(block: Block, shifts: Collection[tuple[int, int]], weights: Weights) -> Block | None:
+    """The block at its place in the other shard; None where it has none.
+
+    `shifts`: of each of its named tensors the slab there, and how many bytes further it lies there than here.
+    """
     if len(shifts) != 1:
         return None
     ((slab, shift),) = shifts
@@ -175,7 +183,8 @@ def _equal(block: Block, slab: torch.Tensor) -> bool:
     return True
 
 
-def _differ(weights: Weights, problem: str) -> ModelError:
+def _difference(weights: Weights, problem: str) -> ModelError:
+    """The error for a shard that has the same key and is not the same."""
     head = weights.manifest
     there = f"generation {head.generation} on {head.device}"
     return ModelError(model=head.model, problem=f"{there} has the same key, but {problem}")

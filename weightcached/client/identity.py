@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..checkpoint.fileset import Checkpoint
 
 Shard = dict[str, Any]  # as a worker's status describes it
-GIVEN_UP = "given up"  # what a status says of the digest of such a shard, with the reason behind it
+GIVEN_UP = "given up"  # how a shard's `digest` in the status begins if it never will be known; the reason follows
 Digests = dict[str, str]  # of one file: definition, such as "sha256" -> digest, such as "sha256:9f86..."
 
 

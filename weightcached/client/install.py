@@ -79,12 +79,12 @@ def install(
 
     weights.require_mapped("they are installed")
     with torch.inference_mode(False):  # else parameters would be inference tensors, which only that mode may write
-        job = _Job(torch, weights, module, plain)
-        job.check(tuple(consumed))
-        return job.carry_out()
+        installation = _Installation(torch, weights, module, plain)
+        installation.check(tuple(consumed))
+        return installation.carry_out()
 
 
-class _Job:
+class _Installation:
     """One call of `install`: first `check`, which finds all problems, then `carry_out`."""
 
     def __init__(self, torch: Any, weights: Weights, module: torch.nn.Module, plain: bool) -> None:
@@ -119,6 +119,7 @@ class _Job:
             raise EngineError(problem=f"{what}: {shown}{more}")
 
     def carry_out(self) -> Installed:
+        """Puts the tensors into the module. Before this nothing in it has changed."""
         own = [place for place in self.places if place.name == place.entry.name]  # the others are aliases
         made = {place.name: self._make(place) for place in own}
         removed = [] if self.checkpoint else self.leftover

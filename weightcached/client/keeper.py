@@ -342,7 +342,7 @@ class Keeper:
             endpoint.watch = None
 
     def _settle(self, endpoint: _Endpoint) -> None:
-        """Nobody waits for the endpoint any more, perhaps."""
+        """Ends the watch if no lease waits for the endpoint any more, and logs how many were renewed."""
         if endpoint.out:
             return
         self._unwatch(endpoint)

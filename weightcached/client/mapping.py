@@ -72,7 +72,7 @@ def map_slabs(head: ManifestHead, slabs: Sequence[OwnedFd], lease: Lease, target
     import torch
 
     filled = _filled(head, slabs)
-    with torch.inference_mode(False):  # else tensors could not be used outside that mode as others are
+    with torch.inference_mode(False):  # inference tensors cannot be used everywhere outside that mode
         if target.ordinal is None:
             return _map_host(head, slabs, lease)
         return _map_cuda(head, filled, lease, target.ordinal)

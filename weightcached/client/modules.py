@@ -69,7 +69,7 @@ def held_tensors(module: torch.nn.Module) -> Iterator[HeldTensor]:
 
     modules = dict(module.named_modules())
     packages = {type(part).__module__.partition(".")[0] for part in modules.values()} - {"torch", "builtins"}
-    of_packages: dict[type, bool] = {}  # whether objects of a class are looked into
+    by_class: dict[type, bool] = {}  # whether objects of a class are looked into
     seen = {id(part) for part in modules.values()}
     left: list[tuple[str, Any]] = list(modules.items())
     while left:
@@ -83,22 +83,22 @@ def held_tensors(module: torch.nn.Module) -> Iterator[HeldTensor]:
                 continue
             if isinstance(value, _CONTAINERS):
                 inside = bool(value)
-            elif (known := of_packages.get(cls)) is not None:
+            elif (known := by_class.get(cls)) is not None:
                 inside = known
             else:
-                inside = of_packages[cls] = _looked_into(value, packages)
+                inside = by_class[cls] = _looked_into(value, packages)
             if inside and id(value) not in seen:
                 seen.add(id(value))
                 left.append((_where(path, owner, name), value))
 
 
 def _members(owner: Any) -> list[tuple[Any, Any]]:
-    """Key, index or name, and value, of everything directly in a container or an object: thousands in an engine."""
+    """Key, index or attribute name, and value, of everything directly in a container or an object."""
     if isinstance(owner, dict):
         return list(owner.items())
     if isinstance(owner, _CONTAINERS):
         return list(enumerate(owner))
-    # Past any __getattribute__ and property of the class.
+    # Not by getattr: a property or a __getattribute__ of the class would run the engine's code.
     found = list(getattr(owner, "__dict__", {}).items())
     if "_parameters" in getattr(owner, "__dict__", {}):  # a torch.nn.Module
         found = [item for item in found if item[0] not in _OF_TORCH]
@@ -109,11 +109,15 @@ def _members(owner: Any) -> list[tuple[Any, Any]]:
 
 
 def _where(path: str, owner: Any, name: Any) -> str:
+    """The path of a member: ``a.b`` for an attribute, ``a.[0]`` in a container."""
     return f"{path}.{f'[{name!r}]' if isinstance(owner, _CONTAINERS) else name}".removeprefix(".")
 
 
 def _replacer(owner: Any, name: Any) -> Callable[[torch.Tensor], None] | None:
-    """Puts another value there; past any __setattr__ of a class: a frozen dataclass would refuse."""
+    """What puts another value there; None where nothing can be put, as in a tuple.
+
+    Past any __setattr__ of the class: a module's would register a parameter, a frozen dataclass would refuse.
+    """
     if isinstance(owner, dict | list):
         return functools.partial(owner.__setitem__, name)
     if isinstance(owner, _CONTAINERS):
@@ -130,7 +134,7 @@ def _slot_names(cls: type) -> tuple[str, ...]:
     return tuple(sorted({name for base in cls.__mro__ for name in _slots(base)} - {"__weakref__"}))
 
 
-# Told what it takes: mypy finds that a class is not hashable.
+# The type is written out because mypy does not take a class for hashable, as lru_cache wants its arguments.
 _cached_slot_names: Callable[[type], tuple[str, ...]] = functools.lru_cache(maxsize=1024)(_slot_names)
 
 

@@ -1,4 +1,4 @@
-"""What an engine offers for publishing: its tensors, checked and laid out, under a key. Nothing has moved yet."""
+"""What an engine offers for publishing: its tensors, checked and laid out, under a key. Nothing is moved here."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _named(torch: Any, tensors: Any, tensor_attributes: Iterable[str]) -> list[N
 
 
 def is_small_buffer(item: NamedTensor) -> bool:
-    """What is private unless the caller says otherwise."""
+    """Whether a tensor is private if the caller does not say: a buffer of less than SMALL_BUFFER bytes."""
     return item.role == "buffer" and item.tensor.numel() * item.tensor.element_size() < SMALL_BUFFER
 
 

@@ -27,7 +27,7 @@ from ..trace import point
 from ..wire.connection import Connection, seconds_left
 from ..wire.messages import Publish, Renew, Reserve
 from .attach import require_one_of, require_seconds
-from .duplicates import gives_way, take_duplicate
+from .duplicates import another_comes_first, take_duplicate
 from .keeper import Grant
 from .leases import Lease
 from .moving import move, settle
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["SMALL_BUFFER", "IfCached", "checkpoint_files", "publish"]
 
 IfCached = Literal["replace", "share"]
-ANSWER_SECONDS = 5.0  # at least, for the last answer: what was moved is not to be lost for a timeout used up before
+ANSWER_SECONDS = 5.0  # at least, for the worker's last answer: a timeout used up earlier must not waste the move
 _log = logging.getLogger(__name__)
 
 
@@ -82,7 +82,7 @@ def publish(
             under this name, instead of another generation: the tensors are put onto it if all bytes are the same. So
             engines that start together take the memory once.
         timeout: seconds for all that the service is waited for: to connect, to get room, for another publisher, and to
-            take the weights over, at least 5 for the latter. What the moving takes is not counted.
+            take the weights over. For that last step at least 5 s. The time of the move itself is not counted.
 
     Returns the `Weights` that the engine now runs from, with their lease.
 
@@ -118,18 +118,18 @@ def _share_or_publish(offer: Offer, end: float) -> Weights:
         try:
             worker, generation = _reserve(offer, end)
         except DeviceFull:
-            if gives_way(offer, None, end):  # its room is what is missing
+            if another_comes_first(offer, None, end):  # the room that it takes is what is missing
                 continue
             raise
         with ExitStack() as undo:
             undo.callback(worker.close)
-            if not gives_way(offer, generation, end):
+            if not another_comes_first(offer, generation, end):
                 undo.pop_all()
                 return _publish(offer, worker, generation, end)
 
 
 def _reserve(offer: Offer, end: float) -> tuple[Connection, int]:
-    """A connection that has room for the offer's slabs, and the generation that it is to be."""
+    """A connection that has room for the offer's slabs, to be closed by the caller, and the generation of the shard."""
     with ExitStack() as undo:
         device = offer.target.name
         worker = Connection.open(worker_socket(device), device=device, timeout=seconds_left(end))

@@ -60,8 +60,8 @@ class SlabViews:
         copy = self._copies.get(key)
         if copy is None:
             raw = self.slabs[slab][start:end]
-            # Not an inference tensor, which could be written in that mode only. A copy also where the slab is host
-            # memory: one behaviour on every device.
+            # Not an inference tensor, which only inference mode may write. A copy also where the slab is host memory:
+            # one behaviour on every device.
             with self._torch.inference_mode(False):
                 copy = SlabViews([raw.to("cpu", copy=True) if entry.on_host else raw.clone()])
             if shared is not None:

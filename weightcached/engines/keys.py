@@ -19,10 +19,10 @@ def digest_of(value: Any) -> str:
 
 
 def plain(value: Any, within: tuple[int, ...] = ()) -> Any:
-    """What JSON has, without addresses and orders that differ from process to process.
+    """A value as JSON can have it, without addresses and orders that differ from process to process.
 
-    Of an object that says nothing of itself: its class and its public attributes. `within` are the ids of the objects
-    around it, so that one that holds itself has an end.
+    An object whose text would be its address becomes its class and its public attributes. `within`: the ids of the
+    objects around it, so that one that holds itself does not go on without end.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -63,7 +63,7 @@ def published_name(model: str, checkpoint: Path | None, layout: str) -> str:
 
 
 def compute_capability(device: Any = None) -> str:
-    """Of a GPU as torch names it, such as "9.0"; None: of the current one."""
+    """Of `device`, a GPU as torch names it, or of the current one: such as "9.0"."""
     import torch
 
     return "{}.{}".format(*torch.cuda.get_device_capability(device))

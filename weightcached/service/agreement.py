@@ -27,6 +27,7 @@ from ..shard.key import FORMAT_VERSION, STAT_CONTENT
 from ..shard.manifest import SCHEMA
 from ..text import MODEL_NAME
 from ..wire.messages import PROTOCOL
+from .membership import is_count
 from .models import Model
 
 SHOWN = 80  # characters of a value in a sentence
@@ -34,7 +35,6 @@ SHOWN_VALUES = 8  # of one field in a sentence
 SHOWN_NODES = 16  # that have one value
 SHOWN_DIFFERENCES = 8
 _DEPTH = 8  # of objects and lists in a description, which has five
-_MOST = 1 << 53
 _FIELD = re.compile(r"\w{1,64}", re.ASCII)
 
 Description = dict[str, Any]
@@ -61,16 +61,16 @@ class Difference:
         return f"{named} is {' and '.join(parts)}"
 
     def concerns(self, model: str) -> bool:
-        """Whether ranks of the model on these nodes may be of different weights.
+        """Whether the ranks of the model on these nodes may not fit together.
 
-        Of another version it is not known whether it cuts alike: a shard that was cut by a version's own rules does not
-        say which those were.
+        Another version of the software concerns every model: its rules may cut a model otherwise, and a shard does not
+        say which version's rules have cut it.
         """
         return self.of_software or self.model == model
 
 
-def sentence(found: Sequence[Difference]) -> str:
-    """All of them, or so many of them as a line can have."""
+def describe_differences(found: Sequence[Difference]) -> str:
+    """One sentence, with SHOWN_DIFFERENCES of them at most."""
     parts = list(map(str, found[:SHOWN_DIFFERENCES]))
     if len(found) > SHOWN_DIFFERENCES:
         parts.append(f"and {len(found) - SHOWN_DIFFERENCES} more")
@@ -139,14 +139,14 @@ def parse(text: str, node: int) -> Description:
     """The description that node `node` sent. `ProtocolError` for what is none."""
     try:
         found = json.loads(text)
-        _require_flat(found, _DEPTH)
+        _require_depth(found, _DEPTH)
         for part in ("software", "cluster"):
             _require_fields(found[part], part)
         for name, model in found["models"].items():
             if not MODEL_NAME.fullmatch(name):
                 raise ValueError(f"{_shown(name)} is no name of a model")
             first, number = model["ranks"]
-            if not all(_is_count(value) for value in (first, number, *model["bytes"])):
+            if not all(is_count(value) for value in (first, number, *model["bytes"])):
                 raise TypeError(f"ranks and bytes of {name} must be numbers")
             _require_fields(model["settings"], f"settings of {name}")
             if model["key"] is not None:
@@ -156,12 +156,12 @@ def parse(text: str, node: int) -> Description:
     return dict(found)
 
 
-def _require_flat(value: Any, depth: int) -> None:
-    """Without it what was read could be too deep to be shown."""
+def _require_depth(value: Any, depth: int) -> None:
+    """`ValueError` if objects and lists are nested deeper than `depth`: json.dumps could not show them."""
     if depth == 0:
         raise ValueError("it is too deep")
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _require_flat(item, depth - 1)
+        _require_depth(item, depth - 1)
 
 
 def _require_fields(value: Any, what: str) -> None:
@@ -170,10 +170,6 @@ def _require_fields(value: Any, what: str) -> None:
     for name in value:
         if not _FIELD.fullmatch(name):
             raise ValueError(f"{_shown(name)} is no name of a field, in {what}")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST
 
 
 def differences(descriptions: Sequence[Description]) -> list[Difference]:

@@ -27,27 +27,27 @@ from .agreement import (
     Description,
     Difference,
     describe,
+    describe_differences,
     describe_model,
     differences,
     digest_of,
     not_cached,
     parse,
-    sentence,
     to_text,
 )
 from .elsewhere import Elsewhere, failure
 from .links import Link, open_link
-from .membership import PROBLEM_CHARS, Beat, Reported, Seen, absent, changes, described
+from .membership import PROBLEM_CHARS, Beat, Reported, Seen, changes, describe_nodes, missing_nodes
 from .models import HeldBack, Model
 from .pace import Pace, PacedLines
 from .rounds import Round
 
 NOT_YET = HeldBack("the nodes of the cluster have not agreed on it yet", final=False)
 MEET_SECONDS = 60.0  # at least, for a rendezvous, in which all nodes that were there take part
-STEP_SECONDS = 0.02  # at least from one look at what was heard to the next: others decide how much that is
-PACE_SECONDS = 5.0  # or keep_alive, if that is less: from one line or process to the next, after the first ones
-LINES = 20  # at once, and as many for each node
-ROUNDS = 4
+STEP_SECONDS = 0.02  # at least between two steps, since others decide how many datagrams come
+PACE_SECONDS = 5.0  # or keep_alive, if that is less: between lines, and between processes, after the first ones
+LINES = 20  # of the log at once, for each node of the cluster
+ROUNDS = 4  # processes one after the other without a pause
 _FOR_GOOD = (MissingDependency, ConfigError)  # ends of a rendezvous that the next one would have as well
 _log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Cluster:
         self._differences: list[Difference] = []
         self._meeting: float | None = None  # since when a round is under way
         self._agreed: dict[str, Description] = {}  # what each model was when the nodes agreed last
-        self._absent: list[list[str]] = []  # by node, models that were not cached there then
+        self._not_cached: list[list[str]] = []  # by node, models that were not cached there then
         self._is_agreed = False
         self._mine: Description = {}
         self._digest = ""
@@ -131,9 +131,9 @@ class Cluster:
                     return
                 raise ConfigError(file=str(self._file), problem=f"[cluster]: {self._problem}")
             states = [item.state for item in self._nodes]
-            first = self._meeting is not None and self._problem is None
-            if first or ("loading" in states and not {"unknown", "gone"} & set(states)):
-                # They are all there, and one has more to read; or they meet, which has a time of its own, once.
+            meet_first = self._meeting is not None and self._problem is None
+            if meet_first or ("loading" in states and not {"unknown", "gone"} & set(states)):
+                # They are all there, and one has more to read; or their first meeting is on, which has its own limit.
                 deadline = time.monotonic() + self._config.timeout
             if (left := deadline - time.monotonic()) <= 0:
                 error = self._late(self._config)
@@ -183,11 +183,11 @@ class Cluster:
             "node": config.node_rank,
             "master": config.meets_at,
             "agreed": self._is_agreed,
-            "problem": self._said_problem(),
+            "problem": self._shown_problem(),
             "meeting": None if self._meeting is None else round(time.monotonic() - self._meeting, 1),
             "round": self._round_name or None,
             "dropped": dict(self._link.datagrams.dropped) if self._link is not None else {},
-            "nodes": described(self._nodes, self._ranks_on, self._absent),
+            "nodes": describe_nodes(self._nodes, self._ranks_on, self._not_cached),
         }
 
     def sentence(self) -> str | None:
@@ -198,7 +198,7 @@ class Cluster:
             f"node {node} {item.state}" for node, item in enumerate(self._nodes)
             if node != self._config.node_rank and item.state != "loaded"
         ]  # fmt: skip
-        if problem := self._said_problem():
+        if problem := self._shown_problem():
             return f"cluster: {problem}"
         if missing:
             return f"cluster: {', '.join(missing)}"
@@ -216,7 +216,7 @@ class Cluster:
         for model in models.values():
             agreed = self._agreed.get(model.name) == describe_model(model)
             if different := [item for item in self._differences if item.concerns(model.name)]:
-                model.held_back = HeldBack(sentence(different[:1]), final=True)
+                model.held_back = HeldBack(describe_differences(different[:1]), final=True)
             elif agreed or config.ready == "local":
                 model.held_back = None
             else:
@@ -273,9 +273,9 @@ class Cluster:
         if found.round != self._round_name:
             self._begin_round(link, found.round)
         waiting = self._elsewhere.sentence()
-        vain = self._elsewhere.look(self._models().values(), found.nodes, found.refusal, time.monotonic())
-        if vain is not None:
-            self._give_up(*vain)
+        hopeless = self._elsewhere.look(self._models().values(), found.nodes, found.refusal, time.monotonic())
+        if hopeless is not None:
+            self._give_up(*hopeless)
         different = different or waiting != self._elsewhere.sentence()
         if different:
             self._tell()
@@ -294,7 +294,7 @@ class Cluster:
                 task.cancel()
 
     def _run_beside(self, work: Coroutine[Any, Any, None]) -> None:
-        """Until it is done, or until another round begins."""
+        """Runs `work` as a task, which is cancelled when another round begins."""
         task = asyncio.create_task(work, name="rendezvous")
         self._rounds.add(task)
         task.add_done_callback(self._done)
@@ -356,14 +356,14 @@ class Cluster:
         assert self._config is not None
         found = [parse(text, node) for node, text in enumerate(texts)]
         self._meeting = None
-        self._absent = [not_cached(item, among=said["models"]) for item in found]
+        self._not_cached = [not_cached(item, among=said["models"]) for item in found]
         self._differences = differences(found)
         agreed = {**self._agreed, **said["models"]}
         unequal = {name for name in agreed if any(item.concerns(name) for item in self._differences)}
         self._agreed = {name: item for name, item in agreed.items() if name not in unequal}
         self._is_agreed = not self._differences and self._digest == digest_of(said)
         if self._differences:
-            self._problem = sentence(self._differences)
+            self._problem = describe_differences(self._differences)
             _log.error("cluster: %s", self._problem)
         else:
             self._problem = self._failure = None
@@ -376,8 +376,8 @@ class Cluster:
             self._call_off_rounds()
             await asyncio.wait(self._rounds)
 
-    def _said_problem(self) -> str | None:
-        """What is wrong among the nodes, for people."""
+    def _shown_problem(self) -> str | None:
+        """What is wrong among the nodes, for people; None if nothing is."""
         return self._refusal or self._problem or self._elsewhere.sentence()
 
     def _ranks_on(self, node: int) -> dict[str, list[int]]:
@@ -393,6 +393,6 @@ class Cluster:
     def _late(self, config: ClusterConfig) -> TimedOut:
         """The error with the nodes that did not come."""
         problem = self._refusal or self._problem or "no reason is known"
-        who = absent(self._nodes, config.node_rank, self._refusal) if self._link is not None else ""
+        who = missing_nodes(self._nodes, config.node_rank, self._refusal) if self._link is not None else ""
         waited_for = who or f"the nodes to agree ({problem})"
         return TimedOut(path=config.meets_at, seconds=config.timeout, waited_for=waited_for)

@@ -22,7 +22,7 @@ from ..shard.key import STAT_CONTENT
 from ..shard.manifest import SourceFile
 from ..text import describe_exit
 from ..wire.framing import MAX_MESSAGE, Frame, decode
-from .vault import DigestEnd, HeldShard
+from .vault import DigestOutcome, HeldShard
 from .workers import gone, spawn_role
 
 _log = logging.getLogger(__name__)
@@ -31,22 +31,24 @@ Files = tuple[SourceFile, ...]
 Job = tuple[str, Files]  # a checkpoint, and its files when they were loaded
 Told = Callable[[str, str, int, str | None], None]
 
-# A disk that answers at all is done by then, though everybody else comes first: seconds, and bytes a second.
+# How long a process may take: these seconds, and what the bytes take at this rate (bytes/s). Reading at idle priority
+# is slow, but a disk that has not answered by then hangs.
 PATIENCE_SECONDS = 3600.0
 _SLOWEST = 10e6
 
 
 class Digests:
-    """The queue of checkpoints to digest. Each shard's end is told: `told(device, model, generation, problem)`.
+    """The queue of checkpoints to digest.
 
-    The problem is why the digest is given up, None where it is known.
+    `told(device, model, generation, problem)` is called once for each shard, when the digest of its files is known, or
+    given up because of `problem`.
     """
 
     def __init__(self, told: Told) -> None:
         self._told = told
         # In order, each once, since all ranks are loaded from the same; with the shards of each.
         self._queue: dict[Job, list[HeldShard]] = {}
-        self._started: set[Job] = set()
+        self._running: set[Job] = set()
         self._wake = asyncio.Event()
 
     def add(self, shard: HeldShard) -> None:
@@ -66,14 +68,14 @@ class Digests:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 self._wake.clear()
-                for job in [job for job in self._queue if job not in self._started]:
-                    if not _file_systems(job) & {disk for other in self._started for disk in _file_systems(other)}:
-                        self._started.add(job)
+                for job in [job for job in self._queue if job not in self._running]:
+                    if not _file_systems(job) & {disk for other in self._running for disk in _file_systems(other)}:
+                        self._running.add(job)
                         tasks.create_task(self._finish(job), name=f"digest {job[0]}")
                 await self._wake.wait()
 
     async def _finish(self, job: Job) -> None:
-        """Takes a job to its end, one or the other, and off the queue."""
+        """Digests the files of a job, or gives it up, takes it off the queue and tells the outcome."""
         checkpoint, files = job
         problem = None
         try:
@@ -87,13 +89,13 @@ class Digests:
                 checkpoint,
                 problem,
             )
-        self._started.discard(job)
+        self._running.discard(job)
         for shard in self._queue.pop(job):
             self._tell(shard, problem)
         self._wake.set()
 
     def _tell(self, shard: HeldShard, problem: str | None) -> None:
-        shard.digest = DigestEnd(problem)
+        shard.digest = DigestOutcome(problem)
         self._told(shard.device, shard.model, shard.generation, problem)
 
 

@@ -10,7 +10,7 @@ from .models import Model
 
 
 def failure(models: Iterable[Model]) -> str | None:
-    """What the other nodes are told of a load that failed here, first of one that they wait for; None if none has."""
+    """What the other nodes are told of a failed load here, first of one that they wait for; None without one."""
     failed = sorted((item for item in models if item.state == "failed"), key=lambda item: item.config.meeting is None)
     return printable(f"{failed[0].name}: {failed[0].error}")[:PROBLEM_CHARS] if failed else None
 
@@ -19,11 +19,11 @@ class Elsewhere:
     """What the other nodes do while a publisher here, whose ranks meet theirs, is loading."""
 
     def __init__(self, me: int, timeout: float) -> None:
-        """`me`: the number of this node. `timeout`: seconds that a node may do nothing of the kind."""
+        """`me`: the number of this node. `timeout`: seconds that another node may go without loading."""
         self._me = me
         self._timeout = timeout
         self._model: Model | None = None
-        self._came: set[int] = set()  # nodes that have been loading, too
+        self._came: set[int] = set()  # nodes that have been loading since the load here began
         self._idle_since: dict[int, float] = {}
         self._idle: dict[int, Seen] = {}
 
@@ -34,8 +34,8 @@ class Elsewhere:
 
         `refusal`: why a node is not counted. `now`: seconds, monotonic.
 
-        A node that was loading and does so no more, and says why, will not come again. One that says nothing may be
-        done already, may not have begun, or may have been cut off: it has its time.
+        A node that was loading, has stopped, and says why, will not come again. One that says nothing may be done
+        already, may not have begun, or may be cut off for a moment: it has `timeout` seconds.
         """
         model = next((item for item in models if item.state == "loading" and item.config.meeting is not None), None)
         if model is not self._model:

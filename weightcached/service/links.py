@@ -112,7 +112,7 @@ class MasterLink(Link):
         own = self._beat()
         self._number += 1
         self._members.heard(replace(own, number=self._number), (self.host, self.port), now)
-        # However fast it was: that a process has ended matters to those that were waiting for it.
+        # A node that has started anew was gone, however fast it was: publishers elsewhere wait for its former process.
         nodes = tuple(
             replace(item, state="gone", problem="it has started anew") if node in self._anew else item
             for node, item in enumerate(self._members.seen(now))
@@ -155,7 +155,7 @@ class NodeLink(Link):
             return
         if view.refused is not None:
             self._refusal = f"node 0 refuses this one: {view.refused}", time.monotonic()
-            self._heard = self._refusal[1]  # it is there
+            self._heard = self._refusal[1]  # node 0 is there
         elif self._view is None or view.boot != self._view.boot or view.number >= self._view.number:
             self._view, self._heard = view, time.monotonic()
         self._wake()

@@ -39,8 +39,8 @@ State = Literal["unknown", "loading", "loaded", "gone"]
 class Beat:
     """A node's sign of life. `boot` is random for each process, `digest` that of its description, `attempt` counts
     rounds that failed here alone; with any of the three changed the nodes must agree anew. `number` grows with each
-    one sent, since datagrams overtake one another. `publisher_port` is 0 for none: publishers meet before the nodes
-    agree, so that it is known earlier."""
+    one sent, since datagrams overtake one another. `publisher_port`, 0 for none, is in every beat since publishers meet
+    before the nodes agree."""
 
     node: int
     nodes: int
@@ -154,7 +154,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1 << 53
 
 
-def _is_count(value: object) -> bool:
+def is_count(value: object) -> bool:
+    """Whether it is an int of 0 or more, and below 2**53: larger ones are not exact in every reader of JSON."""
     return _is_number(value) and isinstance(value, int)
 
 
@@ -171,21 +172,21 @@ def _is_text(value: object) -> bool:
 
 
 _BEAT: Fields = {
-    "node": _is_count,
-    "nodes": _is_count,
+    "node": is_count,
+    "nodes": is_count,
     "boot": _is_name,
     "state": lambda value: value in get_args(Reported),
     "digest": _is_name,
-    "number": _is_count,
-    "attempt": _is_count,
+    "number": is_count,
+    "attempt": is_count,
     "problem": _is_text,
-    "publisher_port": _is_count,
+    "publisher_port": is_count,
 }
 _VIEW: Fields = {
     "boot": _is_name,
-    "round": _is_count,
+    "round": is_count,
     "nodes": lambda value: isinstance(value, list),
-    "number": _is_count,
+    "number": is_count,
     "refused": _is_text,
 }
 _SEEN: Fields = {
@@ -197,7 +198,7 @@ _SEEN: Fields = {
 
 
 def _fit_to_show(text: str | None) -> str | None:
-    """What another node says of itself goes into sentences of this one."""
+    """The text of another node, printable and of bounded length: it becomes a part of sentences here."""
     return None if text is None else printable(text)[:PROBLEM_CHARS]
 
 
@@ -252,7 +253,7 @@ class Members:
         return self._seen(node, now).state not in ("unknown", "gone")
 
     def boot_of(self, node: int) -> str | None:
-        """Of the process that counts as the node now, None if none does."""
+        """The `boot` of the process that counts as the node now, None if none does."""
         return self._members[node].beat.boot if node in self._members else None
 
     def seen(self, now: float) -> tuple[Seen, ...]:
@@ -305,14 +306,14 @@ def changes(before: Iterable[Seen], after: Iterable[Seen], me: int) -> list[tupl
     return found
 
 
-def absent(nodes: Sequence[Seen], me: int, refusal: str | None) -> str:
+def missing_nodes(nodes: Sequence[Seen], me: int, refusal: str | None) -> str:
     """Which of the others are not there, with what is known of why; "" if all are, or if node 0 refuses this one.
 
-    `refusal`: why a node is not counted, which this one is where it is not node 0.
+    `refusal`: why a node is not counted. On another node than node 0 it is always about this node itself.
     """
     if me and refusal:
         return ""
-    if me and nodes[0].state == "unknown":  # which is all that there is to say: of the others it tells
+    if me and nodes[0].state == "unknown":  # node 0 alone tells of the others
         return "node 0, which does not answer there; do all nodes have its address and the same master_port?"
     found = []
     for node, item in enumerate(nodes[:1] if me and nodes[0].state == "gone" else nodes):
@@ -323,12 +324,12 @@ def absent(nodes: Sequence[Seen], me: int, refusal: str | None) -> str:
     return ", ".join(found) + (f"; {refusal}" if found and refusal else "")
 
 
-def described(
-    nodes: Iterable[Seen], ranks_on: Callable[[int], dict[str, list[int]]], absent: Sequence[list[str]] = ()
+def describe_nodes(
+    nodes: Iterable[Seen], ranks_on: Callable[[int], dict[str, list[int]]], not_cached: Sequence[list[str]] = ()
 ) -> list[dict[str, Any]]:
     """The nodes in a status reply, each with the first and the last rank of every model there.
 
-    `absent`: of each node, where that is known, the models that were not cached there when the nodes met last.
+    `not_cached`: of each node, where that is known, the models that were not cached there when the nodes met last.
     """
     return [
         {
@@ -338,7 +339,7 @@ def described(
             "seen": item.age,
             "problem": item.problem,
             "ranks": ranks_on(node),
-            "absent": absent[node] if node < len(absent) else [],
+            "absent": not_cached[node] if node < len(not_cached) else [],
         }
         for node, item in enumerate(nodes)
     ]

@@ -239,7 +239,7 @@ class Model:
         return half
 
     def _is_of_a_rank(self, error: WeightCacheError) -> bool:
-        """Whether it names the device of one; of a single rank here a failure of the whole load does so as well."""
+        """Whether it is of one rank, whose device it names; not of a whole load, which with one rank names it too."""
         whole = isinstance(error, LoadFailed) and len(self.devices) == 1
         return error.fields.get("device") in self.devices and not whole
 

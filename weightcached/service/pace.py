@@ -7,7 +7,7 @@ import time
 
 
 class Pace:
-    """Lets `burst` things happen at once, and then one every `seconds`. Reads no clock: times are passed in."""
+    """A token bucket: `burst` things may happen at once, then one every `seconds`. Times are passed in."""
 
     def __init__(self, burst: int, seconds: float) -> None:
         self._burst = float(burst)

@@ -50,7 +50,7 @@ class Round:
             if self._answer is not None and "met" in self._answer:
                 try:
                     met([str(item) for item in self._answer["met"]["descriptions"]])
-                finally:  # whatever it thinks of them: on node 0 the others may still be reading
+                finally:  # also if `met` fails: on node 0 the process ends when the others have read
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(GRACE_SECONDS):
                             await self._ended.wait()

@@ -17,7 +17,7 @@ from .store import ANSWER_SECONDS, KeptShard, ShardName, Store
 _log = logging.getLogger(__name__)
 
 
-class DigestEnd(NamedTuple):
+class DigestOutcome(NamedTuple):
     """What has come of the digest of a shard's files: it is remembered, or given up because of `problem`."""
 
     problem: str | None
@@ -33,7 +33,7 @@ class HeldShard:
     nbytes: int
     descriptors: list[OwnedFd]
     kept: KeptShard | None = None  # as the service manager keeps it
-    digest: DigestEnd | None = None  # None while it is computed, or where the key has it
+    digest: DigestOutcome | None = None  # None while it is computed, or where the key has it
 
     def read_head(self) -> ManifestHead:
         """The head of its manifest."""

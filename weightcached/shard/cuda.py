@@ -192,7 +192,7 @@ class CudaSlab:
         self._handle = None
         self._undo.close()
 
-    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:  # as OwnedFd's
         if getattr(self, "_handle", None) is not None and not ending():
             warnings.warn("a CUDA slab was neither sealed nor closed", ResourceWarning, stacklevel=2)
             self.close()
@@ -289,7 +289,7 @@ class CudaMapping:
         with undo:
             self.unmap()
 
-    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:  # as OwnedFd's
         if getattr(self, "_undo", None) and not ending():
             warnings.warn("a CUDA mapping was never closed", ResourceWarning, stacklevel=2)
             self.close()

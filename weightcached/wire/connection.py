@@ -121,7 +121,7 @@ class Connection:
     def ask(
         self, message: Request, fds: list[int] | tuple[int, ...] = (), *, timeout: float | None = DEFAULT_TIMEOUT
     ) -> dict[str, Any]:
-        """`request` for a reply that is all in its object; descriptors that come all the same are closed."""
+        """`request` where the reply needs no descriptors: returns its object, and closes any that come all the same."""
         reply, received = self.request(message, fds, timeout=timeout)
         received.close()
         return reply

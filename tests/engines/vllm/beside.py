@@ -3,7 +3,7 @@
     WEIGHTCACHED_VLLM_PYTHON=python python -m tests.engines.vllm.beside FOLDER [--json FILE] [--small]
 
 Each engine is a process of its own (see `starting`), with vLLM's defaults but for `real.ENGINE`. Checkpoints of random
-weights are made in FOLDER: Qwen3-shaped of 0.9 and 7.5 GB, the smaller one twice with equal headers, and a GLM4-MoE.
+weights are made in FOLDER: Qwen3-shaped of 0.95 and 6.6 GB, the smaller one twice with equal headers, and a GLM4-MoE.
 The time of a load is that of the loader's `load_model`, in the engine, plus what vLLM asks of it before. Memory is that
 of the whole GPU by NVML, so nothing else may use it. --small: tiny checkpoints, to see whether it runs.
 """

@@ -31,7 +31,7 @@ class Vllm:
             text=True,
         )
         while self._line() != "ready":
-            """vLLM has a word or two to say before."""
+            pass  # what vLLM prints before
 
     def run(self, path: Path, *arguments: str) -> str:
         """What a start has written, standard output last. It must end well."""

@@ -102,6 +102,7 @@ def _method(method: Any) -> str | None:
 
 
 def _repeated(experts: str) -> bool:
+    """Whether pre-processed mode has all that experts of this class make of the weights."""
     if experts == "CPUUnquantizedExperts":  # on AMD's Zen it packs weights for zentorch and tells only itself (0.32.0)
         from vllm.platforms import current_platform
 

@@ -16,15 +16,15 @@ from ...shard.manifest import Scalar
 if TYPE_CHECKING:
     import torch
 
-KERNELS = "weightcached_kernels"  # a scalar that is on no model for long
+KERNELS = "weightcached_kernels"  # the scalar that carries them, as JSON, in the manifest
 _SCALARS = (bool, int, float, str, type(None))
 _MISSING = object()
 
-Values = dict[str, dict[str, Scalar]]  # by module's path and, after a colon, the method's name for its kernel
+Values = dict[str, dict[str, Scalar]]  # by the module's path, a colon, and the method's attribute that is the kernel
 
 
 def values(model: torch.nn.Module) -> Values:
-    """What the kernel objects of a model have in plain values now."""
+    """The plain values of all kernel objects of a model as they are now."""
     return {
         f"{path}:{name}": {key: value for key, value in vars(kernel).items() if _carried(value)}
         for path, module in model.named_modules()
@@ -33,7 +33,7 @@ def values(model: torch.nn.Module) -> Values:
 
 
 def changed(model: torch.nn.Module, before: Values) -> dict[str, Scalar]:
-    """Those that were set since, as a scalar that is published with the model's own; none if there are none."""
+    """The values that are new or others than `before`, as the scalar KERNELS, to be published; {} if there are none."""
     found: Values = {}
     for place, now in values(model).items():
         old: dict[str, Any] = dict(before.get(place, {}))
@@ -48,7 +48,10 @@ def changed(model: torch.nn.Module, before: Values) -> dict[str, Scalar]:
 
 
 def restore(model: torch.nn.Module) -> list[str]:
-    """Sets what the publisher's kernels had; gives those that this model has not. Takes the scalar off the model."""
+    """Sets the values in KERNELS, which `install` has put on the model, and takes it off the model.
+
+    Returns the kernels that this model lacks.
+    """
     published = vars(model).pop(KERNELS, None)
     lacking = []
     for place, new in json.loads(published or "{}").items():
