@@ -126,11 +126,13 @@ def test_a_digest_that_is_given_up_is_no_longer_waited_for(
         attach(checkpoint=copy, **ENGINES)
     assert worker.status()["shards"][0]["digest"] == "pending"
     worker.digested("engine", 1, "small.safetensors: is gone")
+    with pytest.raises(ModelFailed):
+        attach(checkpoint=copy, on_miss="wait", timeout=300, **ENGINES)
     with pytest.raises(ModelFailed) as caught:
         attach(checkpoint=copy, **ENGINES)
     assert str(caught.value) == (
         f"{copy} is not on host-0: it cannot be compared with what engine was loaded from: its digest is given up: "
-        "small.safetensors: is gone; only the very same files find that"
+        "small.safetensors: is gone; only the very same files find it"
     )
     assert reads == []
     attach(checkpoint=folder, **ENGINES).close()

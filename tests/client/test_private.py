@@ -39,7 +39,7 @@ def test_a_private_copy_of_some_keeps_the_rest(worker: RunningWorker) -> None:
     weights = attached(worker)
     a, b = weights["a"], weights["b"]
     places = (a.data_ptr(), b.data_ptr())
-    weights.private_copy(["tied"])
+    weights.private_copy("tied")  # one name, not its letters
     assert a.data_ptr() != places[0] and b.data_ptr() == places[1]
     assert torch.equal(a, VALUES) and len(worker.leases()) == 1
     with pytest.raises(EngineError, match="no tensor nothing"):

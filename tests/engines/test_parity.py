@@ -93,6 +93,15 @@ def test_each_difference_is_found(change: str) -> None:
     assert compare(describe(Model()), describe(changed(change)), ignore={item.name for item in found}) == []
 
 
+def test_one_element_of_any_stride() -> None:
+    """torch takes it for contiguous, and does not view it as bytes."""
+    module = torch.nn.Module()
+    module.register_buffer("scale", torch.tensor(2.0).expand(1))
+    other = torch.nn.Module()
+    other.register_buffer("scale", torch.tensor([2.0]))
+    assert compare(describe(module), describe(other)) == []
+
+
 def test_meta_on_both_sides_is_a_difference() -> None:
     """Two models without a value are not equal, they are both broken."""
     both = describe(changed("meta"))

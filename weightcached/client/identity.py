@@ -59,7 +59,7 @@ def find_checkpoint(
             status = connection.ask(Subscribe() if wait else Status(), timeout=seconds_left(end))
             while (found := disk.find(status["shards"], wanted)) is None:
                 miss = disk.miss(status["shards"], wanted, device)
-                if not wait:
+                if not wait or isinstance(miss, ModelFailed):  # a digest that was given up does not come any more
                     raise miss
                 waiting(str(miss))
                 try:
@@ -115,7 +115,7 @@ class _OnDisk:
             return DigestPending(**fields, cached=sorted(self.pending))
         if not compared and self.given_up:
             whose = ", ".join(f"what {model} was loaded from: {why}" for model, why in sorted(self.given_up.items()))
-            reason = f"it cannot be compared with {whose}; only the very same files find that"
+            reason = f"it cannot be compared with {whose}; only the very same files find it"
             return ModelFailed(model=fields["model"], device=device, reason=reason)
         if not compared:
             return NoSuchModel(**fields)

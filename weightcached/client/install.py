@@ -61,10 +61,11 @@ def install(
 
     A parameter becomes one of the class of the module's own, with its attributes (``weight_loader`` and the like),
     without gradient; `plain` makes it a `torch.nn.Parameter` with these attributes. Names that are aliases get the same
-    object. Views of one memory stay views of it. A buffer is as persistent as the manifest says. What exists only after
-    an engine's processing is added; what the manifest lacks is removed, unless the layout is "checkpoint", whose names
-    must be the module's and have its shapes, and whose buffers are copied, since a module may write them. Tensors that
-    the manifest says an engine writes are private copies.
+    object. Views of one memory stay views of it, those apart that begin at no multiple of 16 bytes in it. A buffer is
+    as persistent as the manifest says. What exists only after an engine's processing is added; what the manifest lacks
+    is removed, unless the layout is "checkpoint", whose names must be the module's and have its shapes, and whose
+    buffers are copied, since a module may write them. Tensors that the manifest says an engine writes are private
+    copies.
 
     `consumed` are patterns (fnmatch) of names that may stay on meta, or as they are: the engine does not use them any
     more.

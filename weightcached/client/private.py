@@ -60,7 +60,7 @@ def private_copy(weights: Weights, names: Iterable[str] | None = None) -> None:
 
 def _canonical(weights: Weights, names: Iterable[str]) -> set[str]:
     """The manifest's own names of these tensors."""
-    names = list(names)
+    names = [names] if isinstance(names, str) else list(names)
     if unknown := [name for name in names if name not in weights]:
         raise EngineError(problem=f"{weights.manifest.model} has no tensor {', '.join(unknown)}")
     return {weights.table.aliases.get(name, name) for name in names}

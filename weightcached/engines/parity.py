@@ -173,6 +173,8 @@ def _digest(tensor: torch.Tensor) -> str | None:
         return None
     state = xxhash.xxh3_128()
     flat = tensor.detach().contiguous().view(-1)
+    if flat.stride(0) != 1:  # of one element: torch takes it for contiguous whatever its stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
     raw = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
     for start in range(0, raw.numel(), _CHUNK):
         state.update(memoryview(raw[start : start + _CHUNK].cpu().numpy()))

@@ -82,6 +82,7 @@ __all__ = [
     "Options",
     "Wanted",
     "find",
+    "obtain",
     "publish_loaded",
     "refuse_beside",
     "without_cache",
@@ -163,15 +164,22 @@ def find(wanted: Wanted, options: Options, *, start: Start | None = None) -> Wei
         problem = "no files on disk to compare the cache with; name the cached model with the option model"
         without_cache(wanted, options, EngineError(problem=problem))
         return None
+    if options.on_miss != "fallback":
+        return obtain(wanted, options, start=start)
+    try:
+        return obtain(wanted, options)
+    except FALLS_BACK as error:
+        _from_disk(wanted, error)
+        return None
+
+
+def obtain(wanted: Wanted, options: Options, *, start: Start | None = None) -> Weights:
+    """As `find`, but where that gives None under "fallback" the reason is raised, one of `FALLS_BACK`."""
     request = _Request(wanted, options)
-    if options.on_miss == "fallback":
-        try:
-            return request.or_soon()
-        except FALLS_BACK as error:
-            _from_disk(wanted, request.explained(error))
-            return None
     try:
         match options.on_miss:
+            case "fallback":
+                return request.or_soon()
             case "fail":
                 return request.now()
             case "start":

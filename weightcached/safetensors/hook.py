@@ -19,7 +19,7 @@ import safetensors
 
 from . import files
 
-_OFF = ("", "0", "off", "no")
+_OFF = ("", "0", "off", "no", "false")
 _USAGE = "usage: python -m weightcached.safetensors (SCRIPT | -m MODULE) [ARGUMENT ...]"
 _KEPT = ("safetensors._safetensors_rust", "weightcached.safetensors")  # where the library's own class has to stay
 _replaced: list[tuple[ModuleType, str]] = []

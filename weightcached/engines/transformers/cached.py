@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +14,7 @@ from ...client.target import Target, resolve
 from ...client.weights import Weights
 from ...errors import EngineError, KeyMismatch, SliceError, WeightCacheError
 from ..names import conversion
-from ..policy import FALLS_BACK, Options, Wanted, refuse_beside, without_cache
+from ..policy import FALLS_BACK, Options, Wanted, find, obtain, refuse_beside, without_cache
 from . import processed, quantised, ranks
 from .filling import fill
 from .skeleton import (
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WHOLE_CHECKPOINT = {"layout": "checkpoint", "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
-_ANSWER_SECONDS = 10.0  # for a service that is there, when nothing is waited for
 OnMiss = Literal["fail", "wait", "fallback"]
 
 
@@ -117,7 +116,14 @@ class _Call:
     config: PretrainedConfig | None
 
     def by_name(self, name: str) -> PreTrainedModel:
-        with self._attach(name, None, {"pipeline_parallel_size": 1}) as weights:
+        with attach(
+            name,
+            device=self.target.name,
+            mode=self.options.mode,
+            on_miss="wait" if self.options.on_miss == "wait" else "fail",
+            timeout=self.options.timeout,
+            key={"pipeline_parallel_size": 1},
+        ) as weights:
             layout = weights.key.layout
             if layout != "checkpoint" and not layout.startswith("transformers-"):
                 raise KeyMismatch(model=name, differences={"layout": ["checkpoint", layout]})
@@ -158,14 +164,11 @@ class _Call:
         model, reason = self._examine(cls, config, buffer_dtype(on_disk), names)
         if model is None or reason is not None:
             return self._processed(cls, config, on_disk, folder, reason, model)
-        try:
-            weights = self._attach(None, folder, WHOLE_CHECKPOINT)
-        except FALLS_BACK as error:
-            if self.options.on_miss != "fallback":
-                raise
-            logger.warning("%s is loaded from disk: %s", folder, error)
-            sizes = {id(tensor): tensor.numel() * tensor.itemsize for tensor in model.parameters()}
-            return self._from_disk(cls, config, folder, self._wanted(cls, folder, sum(sizes.values())))
+        sizes = {id(tensor): tensor.numel() * tensor.itemsize for tensor in model.parameters()}
+        wanted = self._wanted(cls, folder, sum(sizes.values()))
+        weights = find(wanted, self._unpublished)
+        if weights is None:
+            return self._from_disk(cls, config, folder, wanted)
         with weights:
             return fill(self.transformers, model, weights, folder)
 
@@ -177,7 +180,9 @@ class _Call:
         found: tuple[ranks.Plan, Weights] | None = None
         try:
             plan = ranks.plan(rank, cls, config, folder)
-            found = plan, self._attach(None, folder, plan.key, rank.place)
+            wanted = self._wanted(cls, folder, ranks.bytes_on_disk(rank, folder))
+            place = dict(zip(("tensor_parallel_rank", "tensor_parallel_size"), rank.place, strict=True))
+            found = plan, obtain(replace(wanted, key={**plan.key, **place}), self._unpublished)
         except (WeightCacheError, OSError, ValueError, RuntimeError) as error:  # first told to those who wait for it
             failure = error
         problem = rank.agree(None if failure is None else str(failure))
@@ -193,21 +198,10 @@ class _Call:
         refuse_beside(self._wanted(cls, folder, ranks.bytes_on_disk(rank, folder)))
         return ranks.from_disk(rank, cls, config, folder)
 
-    def _attach(
-        self, name: str | None, folder: Path | None, key: dict[str, Any], tensor_parallel: tuple[int, int] = (0, 1)
-    ) -> Weights:
-        on_miss, timeout = self.options.on_miss, self.options.timeout
-        at_once = on_miss == "fallback" and timeout == 0
-        return attach(
-            name,
-            checkpoint=folder,
-            device=self.target.name,
-            mode=self.options.mode,
-            on_miss="fail" if on_miss == "fail" or at_once else "wait",
-            timeout=_ANSWER_SECONDS if at_once else timeout,
-            tensor_parallel=tensor_parallel,
-            key=key,
-        )
+    @property
+    def _unpublished(self) -> Options:
+        """The service loads such a checkpoint itself: nobody publishes it."""
+        return replace(self.options, publish=False)
 
     def _examine(
         self, cls: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype, names: Iterable[str]
