@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from weightcached.text import describe_exit, holder, printable
+from weightcached.text import cut_middle, describe_exit, holder, printable
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,20 @@ def test_printable(text: str, shown: str) -> None:
     """Printable text is left alone; the rest is escaped, undecodable bytes of file names too."""
     assert printable(text) == shown
     shown.encode()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("m: short", "m: short"),
+        ("m: " + "x" * 40 + "end", "m: x ... " + "x" * 18 + "end"),
+        ("m: " + "x" * 40 + " | File | why it ends", "m: x ... File | why it ends"),
+        ("m: " + "x" * 40 + " | why", "m: x ... why"),
+    ],
+)
+def test_a_long_reason_keeps_its_end(text: str, shown: str) -> None:
+    """And its beginning, and no part of a line where a whole one fits."""
+    assert cut_middle(text, 30, 4) == shown
 
 
 @pytest.mark.parametrize(

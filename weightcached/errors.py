@@ -126,10 +126,10 @@ class UnknownArchitecture(SliceError):
 
 
 class CannotCut(SliceError):
-    """Fields: parameter, problem (with the sizes), largest (tensor_parallel that fits the whole model, None: none)."""
+    """Fields: parameter, problem (with the sizes), largest (the next smaller tensor_parallel that fits, None: none)."""
 
     code = "cannot-cut"
-    sentence = "{parameter} cannot be cut: {problem}; the largest tensor_parallel that fits the model: {largest}"
+    sentence = "{parameter} cannot be cut: {problem}; the next smaller tensor_parallel that fits the model: {largest}"
 
 
 class RuntimeDirectoryError(WeightCacheError):

@@ -15,6 +15,15 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def cut_middle(text: str, most: int, head: int) -> str:
+    """At most `most` characters of it: of a longer one the first `head` and the end, since the last line of a traceback
+    says what is wrong. Where the end has several lines, joined by " | ", it begins with a whole one."""
+    if len(text) <= most:
+        return text
+    end = text[len(text) - (most - head - len(" ... ")) :]
+    return f"{text[:head]} ... {end.partition(' | ')[2] or end}"
+
+
 def describe_exit(code: int) -> str:
     """An exit status as a person says it."""
     if code >= 0:

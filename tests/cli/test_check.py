@@ -327,7 +327,7 @@ class TestRanks:
     @pytest.mark.parametrize(
         ("sizes", "problem"),
         [
-            ("tensor_parallel = 3", "largest tensor_parallel that fits the model: 2"),
+            ("tensor_parallel = 3", "the next smaller tensor_parallel that fits the model: 2"),
             ("pipeline_parallel = 2\npipeline_layers = [1, 1]", "the model has 3 layers"),
         ],
         ids=["heads", "layers"],

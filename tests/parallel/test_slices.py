@@ -266,7 +266,7 @@ def test_a_parameter_without_a_rule_is_refused_by_name() -> None:
     assert len(plan_slices(tensors, LLAMA, Parallel())[0].slices) == len(tensors)
 
 
-def test_a_refusal_names_the_largest_size_that_fits_the_model() -> None:
+def test_a_refusal_names_the_next_smaller_size_that_fits_the_model() -> None:
     """Three ranks do not divide 8 heads, two do; with FP8 blocks of 128 rows 512 can be cut in 4, not in 8."""
     drafting = tensor(f"model.layers.{LAYERS}.eh_proj.weight", (HIDDEN, 2 * HIDDEN))  # which no rule knows
     with pytest.raises(CannotCut) as heads:
@@ -282,7 +282,7 @@ def test_a_refusal_names_the_largest_size_that_fits_the_model() -> None:
     assert str(blocks.value) == (
         "model.layers.0.mlp.gate_proj.weight_scale_inv cannot be cut: "
         "[0, 64) of 512 does not fall on multiples of 128; "
-        "the largest tensor_parallel that fits the model: 4"
+        "the next smaller tensor_parallel that fits the model: 4"
     )
 
 
@@ -300,7 +300,7 @@ def test_a_refusal_without_a_size_that_fits_says_none() -> None:
         plan_slices(llama(experts=5), MOE, Parallel(tensor=2, data=6, expert=True))
 
     assert caught.value.largest is None
-    assert "(with data_parallel 6 nothing fits, with 1 tensor_parallel 4 does)" in str(caught.value)
+    assert "(with data_parallel 6 no smaller one fits, with 1 tensor_parallel 4 does)" in str(caught.value)
 
 
 @pytest.mark.parametrize("parallel", [Parallel(tensor=2), Parallel(pipeline=2), Parallel(tensor=2, expert=True)])

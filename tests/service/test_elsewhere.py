@@ -85,5 +85,8 @@ def test_what_failed_is_said_in_one_line(model: Model, tmp_path: Path) -> None:
     alone.fail(alone.load_failed("x" * 1000))
     said = failure([alone, model])
     assert said is not None and said.startswith("alone: loading alone to host-0 failed: xxx") and len(said) == 300
+    alone.fail(alone.load_failed("exit status 1; it said last: Traceback | " + "x" * 300 + " | Error: no head"))
+    said = failure([alone, model])
+    assert said is not None and said.startswith("alone: ") and said.endswith(" ... Error: no head")
     model.fail(model.load_failed("no\nroom"))
     assert failure([alone, model]) == "m: loading m to host-0 failed: no\\nroom"

@@ -184,6 +184,35 @@ def test_a_failure_half_way_names_the_rank() -> None:
     assert model.may_be_tried_again
 
 
+@pytest.mark.parametrize("devices", [("host-0",), ("host-0", "host-1")])
+def test_a_publisher_that_fails_after_all_is_published(devices: tuple[str, ...]) -> None:
+    """What it has published counts no more, is named to who evicts it, and is not given out by name where somebody uses
+    it; what others have published stays, and so does what was there before it published."""
+    model = Model(config(tensor_parallel=len(devices), publisher=["engine"]), devices)
+    load(model)
+    for place, device in enumerate(devices):
+        model.published(device, 5 + place, 100, "a")
+    model.called_off()
+    for own in ((), devices):  # nothing was published this time
+        load(model)
+        assert model.fail(ERROR, own=own) == []
+        assert (model.state, model.whole) == ("cached", True)
+    load(model)
+    for place, device in enumerate(devices):
+        model.published(device, 7 + place, 100, "b")
+    assert model.state == "loading"
+    late = model.load_failed("the publisher of rank 0 ended by exit status 1")
+    assert model.fail(late, own=set(devices)) == [(device, 7 + place) for place, device in enumerate(devices)]
+    assert (model.state, model.ranks_cached, model.nbytes, model.whole) == ("failed", 0, 0, False)
+    assert "generation 7 on host-0" in str(model.error)
+    assert str(model.error).endswith(", is evicted again: the publisher of rank 0 ended by exit status 1")
+    load(model)
+    for device in devices:
+        model.published(device, 9, 100, "c")
+    model.called_off()
+    assert (model.state, model.whole, model.error) == ("cached", True, None)
+
+
 def test_other_devices_have_nothing_of_the_model() -> None:
     """Moved, swapped or widened, a model is absent until it is loaded again: rank n is not what lies on its device."""
     for devices, sizes in ((("host-1", "host-0"), 2), (("host-0", "host-2"), 2), (("host-0",), 1)):

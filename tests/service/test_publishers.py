@@ -14,6 +14,7 @@ import pytest
 
 import weightcached
 from tests.checkpoint.files import hub_cache
+from tests.gpu import becomes_true
 from tests.manager import Manager
 from tests.running import ROOT, children_of, import_path, process_of_role, wait_for_end
 from tests.service.conftest import HOST, HOSTS, StartService, attach, generation, held_by, model
@@ -90,6 +91,21 @@ def test_what_is_no_load(start_service: StartService, checkpoint: Path, words: l
     service = start_service(LISTENING + HOST + model("bad", checkpoint, publisher(*words))).ready()
     assert reason in service.ctl("wait", "bad", "--timeout", "30", code=1)
     assert service.model("bad")["error"]["code"] == "load-failed"
+    service.stop()
+
+
+def test_what_a_failed_command_had_published_goes_again(start_service: StartService, checkpoint: Path) -> None:
+    """A status other than 0 after the publish: failed, nothing of it is there, and the next load makes it whole."""
+    service = start_service(LISTENING + HOST + model("bad", checkpoint, publisher("late=4"))).ready()
+    said = service.ctl("wait", "bad", "--timeout", "30", code=1)
+    assert "what it had published, generation 1 on host-0, is evicted again: the publisher of rank 0" in said
+    assert "still served" not in said
+    assert (service.model("bad")["state"], service.model("bad")["generations"]) == ("failed", [None])
+    assert becomes_true(lambda: service.status()["devices"][0]["shards"] == [])
+    service.config.write_text(LISTENING + HOST + model("bad", checkpoint, publisher()))
+    service.ctl("reload")
+    service.ctl("wait", "bad", "--timeout", "30")
+    assert held_by("bad", "host-0", layout="test-1/0") == b"x0".ljust(16)
     service.stop()
 
 

@@ -62,6 +62,27 @@ def test_other_differences_keep_the_usual_advice() -> None:
     assert 'on_mismatch = "reload"' in sizes.advice
 
 
+def test_other_sizes_than_are_here_are_told_how_to_ask() -> None:
+    """By the argument of tensor parallel, or by the key for the others; in a cluster no other slicing can be loaded."""
+    four = {"tensor_parallel_size": 4, "tensor_parallel_rank": 0}
+    assert refusal(RANK_0, {"group": TWO}, **four).advice == (
+        "host-0 has tensor parallel rank 0 of 2; start the engine with these sizes, tensor_parallel=(rank, size), or "
+        'give the model its sizes in the config, or on_mismatch = "reload" there'
+    )
+    stage = ShardKey(content="c", pipeline_parallel_size=2)
+    nodes = {"first": 0, "ranks": ["host-0"], "sizes": [1, 2, 1], "order": []}
+    assert refusal(stage, {"group": nodes}, pipeline_parallel_size=1).advice == (
+        "host-0 has pipeline parallel rank 0 of 2; start the engine with these sizes, "
+        'key={"pipeline_parallel_size": 2, "pipeline_parallel_rank": ...}, or give the model its sizes in the configs '
+        "of all nodes"
+    )
+    both = ShardKey(content="c", data_parallel_size=2, tensor_parallel_size=2)
+    assert (
+        'these sizes, tensor_parallel=(rank, size) and key={"data_parallel_size": 2, "data_parallel_rank": ...}, or'
+        in refusal(both, {}, tensor_parallel_size=1).advice
+    )
+
+
 def test_a_request_for_other_sizes_gets_their_name() -> None:
     """Only where the config allows it, and where its rank belongs on this device."""
     wanted = ask(tensor_parallel_size=2, tensor_parallel_rank=1)

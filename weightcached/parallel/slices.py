@@ -98,7 +98,7 @@ def plan_slices(
         if largest is None and parallel.data > 1:
             alone = _largest_tensor_parallel(model, replace(parallel, data=1), parallel.moe_size)
             if alone is not None:
-                why += f" (with data_parallel {parallel.data} nothing fits, with 1 tensor_parallel {alone} does)"
+                why += f" (with data_parallel {parallel.data} no smaller one fits, with 1 tensor_parallel {alone} does)"
         raise CannotCut(parameter=refused.parameter, problem=why, largest=largest) from None
 
 

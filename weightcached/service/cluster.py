@@ -22,7 +22,7 @@ from ..config import Config
 from ..config_cluster import ClusterConfig
 from ..errors import ConfigError, MissingDependency, TimedOut, WeightCacheError
 from ..meeting import DESCRIPTION_BYTES, Job
-from ..text import printable
+from ..text import cut_middle, printable
 from .agreement import (
     Description,
     Difference,
@@ -37,7 +37,7 @@ from .agreement import (
 )
 from .elsewhere import Elsewhere, failure
 from .links import Link, open_link
-from .membership import PROBLEM_CHARS, Beat, Reported, Seen, changes, describe_nodes, missing_nodes
+from .membership import PROBLEM_CHARS, PROBLEM_HEAD, Beat, Reported, Seen, changes, describe_nodes, missing_nodes
 from .models import HeldBack, Model
 from .pace import Pace, PacedLines
 from .rounds import Round
@@ -148,7 +148,7 @@ class Cluster:
 
     def fails(self, error: WeightCacheError) -> None:
         """This node ends with an error: what the others are told when `run` ends."""
-        self._end = printable(f"it failed: {error}")[:PROBLEM_CHARS]
+        self._end = cut_middle(printable(f"it failed: {error}"), PROBLEM_CHARS, PROBLEM_HEAD)
 
     async def run(self) -> None:
         """Keeps in touch with the other nodes until cancelled. Returns at once where there are none.

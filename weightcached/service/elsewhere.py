@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..text import printable
-from .membership import PROBLEM_CHARS, Seen
+from ..text import cut_middle, printable
+from .membership import PROBLEM_CHARS, PROBLEM_HEAD, Seen
 from .models import Model
 
 
 def failure(models: Iterable[Model]) -> str | None:
     """What the other nodes are told of a failed load here, first of one that they wait for; None without one."""
     failed = sorted((item for item in models if item.state == "failed"), key=lambda item: item.config.meeting is None)
-    return printable(f"{failed[0].name}: {failed[0].error}")[:PROBLEM_CHARS] if failed else None
+    if not failed:
+        return None
+    said = printable(f"{failed[0].name}: {failed[0].error}")
+    return cut_middle(said, PROBLEM_CHARS, max(len(failed[0].name) + len(": "), PROBLEM_HEAD))
 
 
 class Elsewhere:

@@ -115,6 +115,7 @@ class Loads:
     async def _load(self, model: Model) -> None:
         error: WeightCacheError | None = None
         killed = False
+        own: set[str] = set()
         for attempt in range(1, TRIES + 1):
             model.begin()
             self._changed(model)
@@ -128,11 +129,12 @@ class Loads:
             finally:
                 self._current = None
             killed = loader.killed
+            own = loader.own() if isinstance(loader, Publishers) else set()
             if not isinstance(error, ConnectionLost | ServiceNotRunning) or attempt == TRIES:
                 break
             _log.warning("%s: %s; loading it again", model.name, error)
         if error is not None:
-            half = model.fail(error, killed=killed)
+            half = model.fail(error, killed=killed, own=own)
             _log.error("%s", model.load_failed(model.error or error))
             self._withdraw(model, half)
         elif model.state == "loading":

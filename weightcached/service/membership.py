@@ -27,6 +27,7 @@ BEAT_BYTES = 2048
 VIEW_BYTES = 60_000  # a datagram may have 65,507
 MISSED = 3  # signs of life; then a node is gone
 PROBLEM_CHARS = 300  # 1,200 bytes at most, which fit into a beat
+PROBLEM_HEAD = 100  # of those of one that is too long; the others are its end
 NAME_CHARS = 64  # of a boot, a digest and an address
 RETIRED = 16  # former processes of a node that are remembered
 

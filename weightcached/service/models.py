@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -100,6 +100,7 @@ class Model:
     _whole: bool = False  # whether every rank was there when one was last published
     _load_published: bool = False  # whether the load that was begun last has published yet
     _passing: WeightCacheError | None = None  # the last load's error, if it passes by itself
+    _withdrawn: bool = False  # whether the last of one rank was published by a load that failed; who uses it keeps it
     _evicted: bool = False  # whether a rank has been evicted since all of them were there
 
     @property
@@ -129,7 +130,7 @@ class Model:
         What an eviction leaves of it is of one load still, but whoever waits for the rank that has gone gets that of
         the next load.
         """
-        return (self._whole and not self._evicted) or len(self.devices) == 1
+        return (self._whole and not self._evicted) or (len(self.devices) == 1 and not self._withdrawn)
 
     @property
     def given_out(self) -> bool:
@@ -206,18 +207,21 @@ class Model:
             self._load_published, self._weights = True, weights
         self._shards[device] = CachedRank(generation, nbytes)
         self._together.add(device)
-        self._whole = self.complete
+        self._whole, self._withdrawn = self.complete, False
         if self.complete:
             ends_later = self.state == "loading" and bool(self.config.publisher)
             self.state, self.error, self._evicted = "loading" if ends_later else "cached", None, False
         elif self.state == "cached":
             self.state, self.error = "absent", None
 
-    def fail(self, error: WeightCacheError, *, killed: bool = False) -> list[tuple[str, int]]:
+    def fail(
+        self, error: WeightCacheError, *, killed: bool = False, own: Collection[str] = ()
+    ) -> list[tuple[str, int]]:
         """The load failed. What was cached before stays cached; the error is kept for the status.
 
-        `killed`: its loader was ended by a signal that is not the service's. Returns device and generation of the ranks
-        that it had published, if others are missing: they do not count any more, and are of no use to anybody.
+        `killed`: its loader was ended by a signal that is not the service's. `own`: devices of ranks that its publisher
+        had published. Returns device and generation of the ranks that do not count any more: those published, if others
+        are missing, since they are of no use to anybody, or if the publisher failed after all of them were there.
         """
         half = []
         passes = killed or isinstance(error, DeviceFull)
@@ -230,6 +234,13 @@ class Model:
             )
             half = [(device, self._shards.pop(device).generation) for device in sorted(self._together)]
             self._together.clear()
+        elif own and self.state == "loading" and self.complete and self._load_published:
+            half = [(device, self._shards.pop(device).generation) for device in self.devices if device in own]
+            shards = ", ".join(f"generation {generation} on {device}" for device, generation in half)
+            why = error.fields["reason"] if isinstance(error, LoadFailed) else error
+            error = self.load_failed(f"what it had published, {shards}, is evicted again: {why}")
+            self._together.difference_update(own)
+            self._whole, self._withdrawn = False, True
         elif self.state == "loading" and self.spec.parallel.world > 1 and self._is_of_a_rank(error):
             device = error.fields["device"]
             error = self.load_failed(f"rank {first + self.devices.index(device)} on {device}: {error}")

@@ -43,7 +43,7 @@ from ..paths import runtime_dir
 from ..text import describe_exit, printable
 from .models import LoadSpec, Model
 from .notify import clean_environment
-from .vault import Vault
+from .vault import HeldShard, Vault
 from .workers import END_SECONDS, gone
 
 SILENT_SECONDS = 1800.0  # an engine compiles and captures for minutes without a word
@@ -72,6 +72,7 @@ class Publishers:
         self._ranks = [Rank(model.name, self.spec, number) for number in range(len(self.spec.devices))]
         self._called_off = False
         self._given_up: str | None = None  # why
+        self._before: dict[str, int] = {}  # by device, the newest generation when the load began
         self._ended = asyncio.Event()
 
     async def run(self) -> WeightCacheError | None:
@@ -90,7 +91,7 @@ class Publishers:
             meet = None  # one rank has nobody to meet
             _log.warning("%s: no MASTER_PORT for its publisher: %s", self.model.name, _NO_TCP)
         began = time.monotonic()
-        before = [self._last_on(device) for device in self.spec.devices]
+        self._before = {device: self._last_on(device) for device in self.spec.devices}
         tasks = [asyncio.create_task(rank.run(meet)) for rank in self._ranks]
         problem = None
         try:
@@ -108,13 +109,18 @@ class Publishers:
             self.killed = True  # by what may be over when somebody waits for the model
             return self.model.load_failed(self._given_up)
         if problem is None:
-            problem = next(filter(None, map(self._not_published, self._ranks, before)), None)
+            problem = next(filter(None, map(self._not_published, self._ranks)), None)
         if problem is not None:
             self.killed = any(rank.killed for rank in self._ranks)
             return self.model.load_failed(problem)
         self.model.load_seconds = time.monotonic() - began
         _log.info("%s: published by its command in %.2f s", self.model.name, self.model.load_seconds)
         return None
+
+    def own(self) -> set[str]:
+        """The devices on which the model's newest shard is one that this load has published."""
+        newer = [device for device, before in self._before.items() if self._last_on(device) > before]
+        return {device for device in newer if self._is_own(self._vault.find(device, self.model.name))}
 
     def call_off(self) -> None:
         """Ends all processes with SIGKILL. `run` returns when nothing of them is left."""
@@ -139,12 +145,16 @@ class Publishers:
         """The newest generation that the model ever had there."""
         return self._vault.generations(device).get(self.model.name, 0)
 
-    def _not_published(self, rank: Rank, before: int) -> str | None:
+    def _is_own(self, shard: HeldShard | None) -> bool:
+        """Whether a process of this load, or of one like it, has published the shard."""
+        return shard is not None and shard.read_head().attributes.get("spec") == self.spec.digest
+
+    def _not_published(self, rank: Rank) -> str | None:
         """Why what is on the rank's device is not what its process published; None if it is, or was until evicted."""
-        if self._last_on(rank.device) <= before:
+        if self._last_on(rank.device) <= self._before[rank.device]:
             return rank.problem(f"ended by {describe_exit(0)}, but has not published {self.model.name} there")
         shard = self._vault.find(rank.device, self.model.name)
-        if shard is not None and shard.read_head().attributes.get("spec") != self.spec.digest:
+        if shard is not None and not self._is_own(shard):
             return rank.problem(
                 f"ended by {describe_exit(0)}, but generation {shard.generation} there is not its own: "
                 "it lacks the attribute spec, the value of WEIGHTCACHED_SPEC"

@@ -91,10 +91,12 @@ def _advice(differing: set[str], key: ShardKey, wanted: Mapping[str, Any], state
     here = _named({name: getattr(key, name) for name in axes}, own)
     sizes = wanted_sizes(wanted, own)
     if sizes != own:
-        return (
-            f"{device} has {here}; start the engine with these sizes, tensor_parallel=(rank, size), or give the model "
-            'its sizes in the config, or on_mismatch = "reload" there'
-        )
+        group = state.get("group")
+        if group and len(group["ranks"]) < Sizes(*group["sizes"]).world:  # with several nodes a model has one slicing
+            other = "its sizes in the configs of all nodes"
+        else:
+            other = 'its sizes in the config, or on_mismatch = "reload" there'
+        return f"{device} has {here}; start the engine with these sizes, {_asked_by(key)}, or give the model {other}"
     number = wanted_rank(wanted, sizes)
     advice = f"{device} has {here}, asked for was {_named(wanted, sizes)}"
     group = state.get("group")
@@ -107,6 +109,16 @@ def _advice(differing: set[str], key: ShardKey, wanted: Mapping[str, Any], state
         else:
             advice += ", which is on another node"
     return advice
+
+
+def _asked_by(key: ShardKey) -> str:
+    """How `attach` is asked for a rank of these sizes. Only those of tensor parallel have an argument of their own."""
+    axes = [axis for axis in (*AXES, "expert") if axis != "tensor" and getattr(key, f"{axis}_parallel_size") > 1]
+    asked = ", ".join(
+        f'"{axis}_parallel_size": {getattr(key, f"{axis}_parallel_size")}, "{axis}_parallel_rank": ...' for axis in axes
+    )
+    parts = ["tensor_parallel=(rank, size)"] if not axes or key.tensor_parallel_size > 1 else []
+    return " and ".join([*parts, f"key={{{asked}}}"] if axes else parts)
 
 
 def _named(key: Mapping[str, Any], sizes: Sizes) -> str:

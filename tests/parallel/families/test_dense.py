@@ -90,7 +90,7 @@ def test_more_ranks_than_heads_are_refused() -> None:
 
     assert str(refused.value) == (
         "model.layers.0.self_attn.q_proj.weight cannot be cut: 8 attention heads are no multiple of 16 ranks; "
-        "the largest tensor_parallel that fits the model: 8"
+        "the next smaller tensor_parallel that fits the model: 8"
     )
 
 
