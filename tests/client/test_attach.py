@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -121,7 +122,9 @@ def test_a_slice_is_only_for_those_who_ask(worker: RunningWorker, field: str) ->
     key = {field: 2} if field.endswith("size") else {field: 1, field.replace("rank", "size"): 2}
     worker.publish(tiny(key=key))
 
-    with pytest.raises(KeyMismatch, match=rf"{field} .*tensor_parallel=\(rank, size\)") as caught:
+    kind = field.partition("_")[0]
+    how = rf'key={{"{kind}_parallel_size": 2' if kind in ("pipeline", "data") else "tensor_parallel=(rank, size)"
+    with pytest.raises(KeyMismatch, match=rf"{field} .*{re.escape(how)}") as caught:
         attach("tiny", device=DEVICE)
     assert caught.value.differences == {name: [value - 1, value] for name, value in key.items()}
 
