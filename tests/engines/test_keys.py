@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from weightcached.engines.keys import bytes_on_disk, digest_of, plain, published_name
+from weightcached.engines.keys import bytes_on_disk, digest_of, plain, published_name, without
 from weightcached.text import MODEL_NAME
 
 
@@ -50,6 +50,12 @@ def test_an_object_that_holds_itself_has_an_end() -> None:
     settings = Settings(1)
     settings.value = [settings]
     assert plain(settings) == {"class": "Settings", "value": ["Settings"]}
+
+
+def test_entries_are_left_out_at_every_depth() -> None:
+    """Also in lists, as a config of several models has them."""
+    config = {"name": 1, "parts": [{"name": 2, "size": 3}, "name"], "size": {"name": 4}}
+    assert without(config, {"name"}) == {"parts": [{"size": 3}, "name"], "size": {}}
 
 
 def test_names_keep_apart(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tests.client.handmade import DEVICE, RunningWorker
 from tests.conftest import MakeCheckpoint
 from tests.engines.tiny import FILE
 from tests.running import RunningService
+from weightcached.client.duplicates import worker_status
 from weightcached.engines import outlook
 from weightcached.shard.key import ShardKey
 
@@ -35,7 +36,7 @@ def test_who_is_configured(runtime_dir: Path, folder: Path) -> None:
     model = f'[[model]]\nname = "tiny"\ncheckpoint = "{folder}"\npreload = false\n'
     service = RunningService(runtime_dir, f'devices = ["host-0"]\n{model}').ready()
     try:
-        status = outlook.worker_status(DEVICE, soon())
+        status = worker_status(DEVICE, soon())
         for path in (folder, folder.parent / "link", folder / FILE):
             found = outlook.configured(status, path, None, "checkpoint", soon())
             assert found is not None and (found.model, found.state, found.coming) == ("tiny", "absent", False)

@@ -319,6 +319,7 @@ class TestStuckService:
     @pytest.fixture
     def stuck(self, folder: Path, runtime_dir: Path) -> Iterator[None]:
         service = RunningService(runtime_dir, config(folder, "preload = false")).ready()
+        service.status()  # its worker answers by then, which this is about: a service is ready before
         os.kill(service.process.pid, signal.SIGSTOP)
         yield
         os.kill(service.process.pid, signal.SIGCONT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import fcntl
 import json
 import os
@@ -115,6 +116,20 @@ def test_a_thousand_tensors_come_back_equal() -> None:
     check_table(found_head, found_table)
     assert found_head.nbytes == SLAB + 512
     assert found_head.files[0].stat == (64512, 7, 90868376, 1, 2)
+
+
+@pytest.mark.parametrize("value", [True, 0, -1.5, "", "text", None])
+def test_what_json_has_is_a_scalar(value: object) -> None:
+    """The types of `Scalar`, and these only: what is carried comes back equal."""
+    assert manifest.is_scalar(value)
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), [], {}, b"", object(), Path("a"), enum.IntEnum("E", "A").A]
+)
+def test_what_json_has_not_is_no_scalar(value: object) -> None:
+    """A subclass would come back as its base."""
+    assert not manifest.is_scalar(value)
 
 
 def test_an_empty_table_comes_back() -> None:

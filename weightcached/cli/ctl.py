@@ -252,8 +252,7 @@ def _evict(args: argparse.Namespace) -> int:
 def _wait(args: argparse.Namespace) -> int:
     end = None if args.timeout is None else time.monotonic() + args.timeout
     with _connect(args) as service:
-        status, fds = service.request(Subscribe())
-        fds.close()
+        status = service.ask(Subscribe())
         states = {model["model"]: model for model in status["models"]}
         wanted = [args.model] if args.model else [name for name, model in states.items() if model["preload"]]
         for name in wanted:
@@ -334,17 +333,13 @@ def _all_statuses(args: argparse.Namespace) -> list[dict[str, Any]]:
         statuses = []
         for service in _services(args, stack):
             with _passing_over(args, service.path):
-                status, fds = service.request(Status(), timeout=30.0)
-                fds.close()
-                statuses.append(status)
+                statuses.append(service.ask(Status(), timeout=30.0))
         return statuses
 
 
 def _ask(args: argparse.Namespace, request: Request, timeout: float | None = 10.0) -> dict[str, Any]:
     with _connect(args) as service:
-        answer, fds = service.request(request, timeout=timeout)
-        fds.close()
-        return answer
+        return service.ask(request, timeout=timeout)
 
 
 def _connect(args: argparse.Namespace) -> Connection:

@@ -72,9 +72,7 @@ def _ask(name: str) -> tuple[dict[str, Any] | None, str | None]:
     """The status of the service, or (None, why there is none); (None, None): nobody listens."""
     try:
         with Connection.open(control_path(name), client="weightcachectl", timeout=STATUS_SECONDS) as service:
-            status, fds = service.request(Status(), timeout=STATUS_SECONDS)
-            fds.close()
-            return status, None
+            return service.ask(Status(), timeout=STATUS_SECONDS), None
     except ServiceNotRunning:
         return None, None
     except WeightCacheError as error:

@@ -36,6 +36,15 @@ _COMPARED_AT_ONCE = 1 << 26  # bytes; a comparison on a device takes as much mem
 _log = logging.getLogger(__name__)
 
 
+def worker_status(device: str, end: float) -> dict[str, Any]:
+    """What the worker of `device` (a name such as "host-0") holds now, and as "instance" whose worker it is.
+
+    Raises what `Connection` raises, when `end` (monotonic seconds) passes too.
+    """
+    with Connection.open(worker_socket(device), device=device, timeout=seconds_left(end)) as connection:
+        return connection.ask(Status(), timeout=seconds_left(end))
+
+
 def is_reserved(status: Mapping[str, Any], names: Collection[str], before: int | None = None) -> bool:
     """Whether somebody has reserved room for a model of one of these names: it is about to be published.
 
@@ -75,9 +84,7 @@ def another_comes_first(offer: Offer, generation: int | None, end: float) -> boo
 
     Ask after the reservation: of all who reserve at the same time, all but the first then see an earlier one.
     """
-    device = offer.target.name
-    with Connection.open(worker_socket(device), device=device, timeout=seconds_left(end)) as connection:
-        status = connection.ask(Status(), timeout=seconds_left(end))
+    status = worker_status(offer.target.name, end)
     return is_reserved(status, [offer.name], generation) or _same_shard(status["shards"], offer.key) is not None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import DigestPending, ModelError, ModelFailed, NoSuchModel, OtherContent, TimedOut
-from ..shard.key import STAT_CONTENT
+from ..shard.key import GIVEN_UP, STAT_CONTENT
 from ..shard.manifest import SourceFile, read_key, source_files
 from ..wire.connection import Connection, seconds_left
 from ..wire.messages import Status, Subscribe
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ..checkpoint.fileset import Checkpoint
 
 Shard = dict[str, Any]  # as a worker's status describes it
-GIVEN_UP = "given up"  # how a shard's `digest` in the status begins if it never will be known; the reason follows
 Digests = dict[str, str]  # of one file: definition, such as "sha256" -> digest, such as "sha256:9f86..."
 
 

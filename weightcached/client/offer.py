@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointChanged, EngineError
 from ..shard.key import KEY_FIELDS, STAT_CONTENT, ShardKey
-from ..shard.manifest import Scalar, SourceFile, TensorTable, changed_files
+from ..shard.manifest import Scalar, SourceFile, TensorTable, changed_files, is_scalar
 from .modules import NamedTensor, held_tensors, named_tensors
 from .storages import Plan, Private, is_text, plan_storages
 from .target import Target, resolve
@@ -122,8 +121,7 @@ def _checked(attributes: Mapping[Any, Any]) -> dict[str, Scalar]:
     for name, value in attributes.items():
         if not all(isinstance(text, str) and is_text(text) for text in (name, value if isinstance(value, str) else "")):
             raise EngineError(problem=f"attribute {name!r} is {value!r}; name and text must be what JSON has")
-        finite = not isinstance(value, float) or math.isfinite(value)
-        if type(value) not in (bool, int, float, str, type(None)) or not finite:
+        if not is_scalar(value):
             kind = f"{value!r} of {type(value).__name__}"
             raise EngineError(problem=f"attribute {name} is {kind}; only finite numbers, text and None are carried")
     return dict(attributes)

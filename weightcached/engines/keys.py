@@ -6,7 +6,7 @@ import enum
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,13 @@ def plain(value: Any, within: tuple[int, ...] = ()) -> Any:
         return text
     shown = {key: plain(item, within) for key, item in getattr(value, "__dict__", {}).items() if key[:1] != "_"}
     return {"class": name, **shown}
+
+
+def without(value: Any, names: Collection[str]) -> Any:
+    """What `plain` gives, without the entries of these names in any mapping of it."""
+    if isinstance(value, dict):
+        return {name: without(item, names) for name, item in value.items() if name not in names}
+    return [without(item, names) for item in value] if isinstance(value, list) else value
 
 
 def published_name(model: str, checkpoint: Path | None, layout: str) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..client.target import worker_socket
 from ..errors import ModelError, ModelFailed, ModelLoading, ModelNotLoaded, WeightCacheError
 from ..paths import check_runtime_dir, control_path
 from ..shard.manifest import read_key
@@ -45,15 +44,6 @@ class Configured(NamedTuple):
             case "failed":
                 return ModelFailed(model=self.model, device=device, reason=self.reason)
         return None
-
-
-def worker_status(device: str, end: float) -> dict[str, Any]:
-    """What the worker of `device` (a name such as "host-0") holds now, and as "instance" whose worker it is.
-
-    Raises what `Connection` raises, when `end` (monotonic seconds) passes too.
-    """
-    with Connection.open(worker_socket(device), device=device, timeout=seconds_left(end)) as connection:
-        return connection.ask(Status(), timeout=seconds_left(end))
 
 
 def configured(

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..client.attach import LONGEST_SECONDS, Mode, attach
-from ..client.duplicates import is_reserved, wait_for_publisher
+from ..client.duplicates import is_reserved, wait_for_publisher, worker_status
 from ..client.target import import_torch, resolve
 from ..client.weights import Weights
 from ..errors import (
@@ -282,7 +282,7 @@ class _Request:
     def start(self, start: Start) -> None:
         """Starts the service, if none answers."""
         try:
-            outlook.worker_status(self.device, time.monotonic() + ANSWER_SECONDS)
+            worker_status(self.device, time.monotonic() + ANSWER_SECONDS)
         except ServiceNotRunning:
             instance = self.options.instance or DEFAULT_INSTANCE
             _log.info("%s: no service for %s; starting weightcached@%s", self.wanted.engine, self.device, instance)
@@ -313,7 +313,7 @@ class _Request:
         if model is not None and (better := model.why_not_there(self.device)) is not None:
             return better
         try:
-            shards = outlook.worker_status(self.device, self.end)["shards"]
+            shards = worker_status(self.device, self.end)["shards"]
         except WeightCacheError:
             return error
         if (found := outlook.in_another_form(shards, self.key, self.wanted.checkpoint)) is None:
@@ -339,7 +339,7 @@ class _Request:
             self._by_name(miss.model)
             return True
         names = [name for name in (self.options.model, self.wanted.name) if name is not None]
-        if is_reserved(outlook.worker_status(self.device, self.end), names):
+        if is_reserved(worker_status(self.device, self.end), names):
             _log.info("%s: waiting up to %g s for who publishes %s", self.wanted.engine, self.left, self.wanted.name)
             wait_for_publisher(self.device, names, self.end)
             return True
@@ -348,7 +348,7 @@ class _Request:
     def _configured(self) -> outlook.Configured | None:
         """What the config has for this; None where it has nothing, or nobody says."""
         try:
-            status = outlook.worker_status(self.device, self.end)
+            status = worker_status(self.device, self.end)
         except FALLS_BACK:  # who waits for the weights will meet it again, and knows what to do
             return None
         layout = str(self.wanted.key.get("layout", "checkpoint"))

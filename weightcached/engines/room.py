@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..client.duplicates import worker_status
 from ..client.target import import_torch, resolve
 from ..devices import device_memory
 from ..errors import DeviceFull, WeightCacheError
@@ -35,7 +36,7 @@ def refuse_beside(wanted: Wanted) -> None:
     if wanted.nbytes <= free:
         return
     try:
-        shards = outlook.worker_status(target.name, time.monotonic() + ANSWER_SECONDS)["shards"]
+        shards = worker_status(target.name, time.monotonic() + ANSWER_SECONDS)["shards"]
     except WeightCacheError as error:
         _log.debug("%s: what is cached there is not known: %s", target.name, error)
         return

@@ -179,8 +179,7 @@ def load(job: Job, report: Report) -> None:
         generations = []
         for target, slab in zip(job.targets, plan.slabs, strict=True):
             worker = stack.enter_context(Connection.open(Path(target.socket), device=target.device, client="loader"))
-            reply, fds = worker.request(Reserve(model=job.model, nbytes=slab.nbytes), timeout=RESERVE_SECONDS)
-            fds.close()
+            reply = worker.ask(Reserve(model=job.model, nbytes=slab.nbytes), timeout=RESERVE_SECONDS)
             workers.append(worker)
             generations.append(reply["generation"])
         point("loader.reserved")
@@ -207,8 +206,7 @@ def load(job: Job, report: Report) -> None:
 def _publish(worker: Connection, head: ManifestHead, table: TensorTable, part: Filled) -> None:
     with write_manifest(head, table, part.checksums) as manifest:
         point("loader.publish")
-        _, fds = worker.request(Publish(), [manifest.fileno(), part.fd.fileno()], timeout=PUBLISH_SECONDS)
-        fds.close()
+        worker.ask(Publish(), [manifest.fileno(), part.fd.fileno()], timeout=PUBLISH_SECONDS)
     point("loader.published")
 
 

@@ -196,8 +196,6 @@ async def _ask(device: str, request: Request, seconds: float = WORKER_TIMEOUT) -
 
     def ask() -> dict[str, Any]:
         with Connection.open(socket_path(device), device=device, client="service", timeout=WORKER_TIMEOUT) as worker:
-            answer, fds = worker.request(request, timeout=seconds)
-            fds.close()
-            return answer
+            return worker.ask(request, timeout=seconds)
 
     return await asyncio.to_thread(ask)

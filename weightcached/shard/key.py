@@ -7,6 +7,7 @@ from typing import Any
 
 FORMAT_VERSION = 1  # of slabs and manifests; another number is never attached
 STAT_CONTENT = "stat:"  # what `content` begins with where the files are known by their stat tuples alone
+GIVEN_UP = "given up"  # how a shard's `digest` in a status begins if it never will be known; the reason follows
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import mmap
 import os
 import re
@@ -38,6 +39,7 @@ MIX64_SUM = "mix64-sum"  # of GPU slabs, see `cuda_checksum`
 CHECKSUM_ALGORITHMS = (XXH3_64, MIX64_SUM)
 Role = Literal["parameter", "buffer", "attribute"]
 Scalar = bool | int | float | str | None  # what a module's plain attribute may be, to be carried
+_SCALARS = (bool, int, float, str, type(None))
 _CHECKSUM = re.compile("[0-9a-f]{16}")
 _WINDOW = 256 << 10  # bytes of the manifest that are searched for a line end at once
 
@@ -58,6 +60,11 @@ class SourceFile:
     def stat(self) -> tuple[int, int, int, int, int]:
         """(device, inode, size, mtime_ns, ctime_ns): equal tuples mean the same bytes."""
         return (self.device, self.inode, self.size, self.mtime_ns, self.ctime_ns)
+
+
+def is_scalar(value: object) -> bool:
+    """Whether a value is a `Scalar` as JSON has it: of just these types, a number finite."""
+    return type(value) in _SCALARS and not (isinstance(value, float) and not math.isfinite(value))
 
 
 def source_files(listed: Iterable[dict[str, Any]]) -> tuple[SourceFile, ...]:

@@ -21,6 +21,7 @@ from ..errors import (
     WrongDevice,
 )
 from ..fds import FdSet
+from ..shard.key import GIVEN_UP
 from ..trace import point
 from ..wire.messages import Attach, Evict, Publish, Renew, Request, Reserve, Subscribe
 from ..wire.server import ServerConnection
@@ -201,7 +202,7 @@ class Handlers:
     def digested(self, model: str, generation: int, problem: str | None) -> None:
         """What a shard was loaded from has a digest by now, so that who has the same bytes finds it; or never will."""
         if (shard := self._catalogue.find(model)) is not None and shard.generation == generation:
-            shard.digest = "known" if problem is None else f"given up: {problem}"
+            shard.digest = "known" if problem is None else f"{GIVEN_UP}: {problem}"
             why: dict[str, Any] = {} if problem is None else {"problem": problem}
             self._announce("digested", shard, **why)
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..keys import digest_of, plain
+from ..keys import digest_of, plain, without
 from .api import NAMESPACES, PARALLEL
 
 # Packages whose kernels SGLang picks and whose layouts it repacks for, by their names on an index.
@@ -75,6 +75,7 @@ def parallel() -> dict[str, int]:
     return {name: int(getattr(ranks, name)) for name in PARALLEL}
 
 
+_PLACE = frozenset({"_name_or_path"})  # by which transformers says where the checkpoint lies
 # Fields of the key say these, or, with the sizes, they follow from them: so all ranks of a model have one layout, as
 # they must to be one group to the service.
 _RANKS_OF_THE_KEY = frozenset({"tp_rank", "pp_rank", "moe_ep_rank", "attn_dp_rank", "attn_tp_rank", "moe_tp_rank"})
@@ -92,7 +93,7 @@ def key(model_config: Any, versions: Mapping[str, str], capability: str | None, 
     facts = {
         "versions": dict(versions),
         "capability": capability,
-        "config": _without_place(model_config.hf_config),
+        "config": without(plain(_as_dict(model_config.hf_config)), _PLACE),
         "dtype": str(model_config.dtype),
         "quantization": model_config.quantization,
         "quantization_config": quantization,
@@ -229,10 +230,3 @@ def _as_dict(value: Any) -> Any:
     if hasattr(value, "to_dict"):
         return value.to_dict()
     return dict(vars(value)) if hasattr(value, "__dict__") else value
-
-
-def _without_place(config: Any) -> Any:
-    """A model's config without `_name_or_path`, by which transformers says where the checkpoint lies."""
-    if isinstance(config := plain(_as_dict(config)), dict):
-        return {name: _without_place(item) for name, item in config.items() if name != "_name_or_path"}
-    return config

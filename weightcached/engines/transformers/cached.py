@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...client.attach import Mode, attach, require_one_of
+from ...client.attach import Mode, attach, require_one_of, require_seconds
 from ...client.target import Target, resolve
 from ...client.weights import Weights
 from ...errors import EngineError, KeyMismatch, SliceError, WeightCacheError
@@ -85,8 +85,7 @@ def from_cache(
     """
     require_one_of("on_miss", on_miss, ("fail", "wait", "fallback"))
     require_one_of("mode", mode, ("zero_copy", "copy"))
-    if not timeout >= 0:  # NaN too
-        raise ValueError(f"timeout={timeout!r}; it must be seconds, 0 or more")
+    timeout = require_seconds("timeout", timeout)
     transformers = import_transformers()
     folder = folder_of(name_or_checkpoint)
     if on_miss == "fallback" and folder is None:
@@ -180,9 +179,9 @@ class _Call:
         found: tuple[ranks.Plan, Weights] | None = None
         try:
             plan = ranks.plan(rank, cls, config, folder)
-            wanted = self._wanted(cls, folder, ranks.bytes_on_disk(rank, folder))
-            place = dict(zip(("tensor_parallel_rank", "tensor_parallel_size"), rank.place, strict=True))
-            found = plan, obtain(replace(wanted, key={**plan.key, **place}), self._unpublished)
+            number, size = rank.place
+            key = {**plan.key, "tensor_parallel_rank": number, "tensor_parallel_size": size}
+            found = plan, obtain(replace(self._wanted(cls, folder, 0), key=key), self._unpublished)
         except (WeightCacheError, OSError, ValueError, RuntimeError) as error:  # first told to those who wait for it
             failure = error
         problem = rank.agree(None if failure is None else str(failure))

@@ -7,18 +7,16 @@ kernel of FP8 weights with one scale, for one, would not know its `logical_outpu
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ...shard.manifest import Scalar
+from ...shard.manifest import Scalar, is_scalar
+from . import state
 
 if TYPE_CHECKING:
     import torch
 
 KERNELS = "weightcached_kernels"  # the scalar that carries them, as JSON, in the manifest
-_SCALARS = (bool, int, float, str, type(None))
-_MISSING = object()
 
 Values = dict[str, dict[str, Scalar]]  # by the module's path, a colon, and the method's attribute that is the kernel
 
@@ -26,7 +24,7 @@ Values = dict[str, dict[str, Scalar]]  # by the module's path, a colon, and the 
 def values(model: torch.nn.Module) -> Values:
     """The plain values of all kernel objects of a model as they are now."""
     return {
-        f"{path}:{name}": {key: value for key, value in vars(kernel).items() if _carried(value)}
+        f"{path}:{name}": {key: value for key, value in vars(kernel).items() if is_scalar(value)}
         for path, module in model.named_modules()
         for name, kernel in _kernels(module)
     }
@@ -34,16 +32,8 @@ def values(model: torch.nn.Module) -> Values:
 
 def changed(model: torch.nn.Module, before: Values) -> dict[str, Scalar]:
     """The values that are new or others than `before`, as the scalar KERNELS, to be published; {} if there are none."""
-    found: Values = {}
-    for place, now in values(model).items():
-        old: dict[str, Any] = dict(before.get(place, {}))
-        new = {
-            key: value
-            for key, value in now.items()
-            if type(old.get(key, _MISSING)) is not type(value) or old[key] != value
-        }
-        if new:
-            found[place] = new
+    now = values(model)
+    found = {place: new for place in now if (new := state.changed(now[place], before.get(place, {})))}
     return {KERNELS: json.dumps(found, sort_keys=True)} if found else {}
 
 
@@ -70,7 +60,3 @@ def _kernels(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in getattr(method, "__dict__", {}).items():
         if hasattr(type(value), "process_weights_after_loading") and hasattr(value, "__dict__"):
             yield name, value
-
-
-def _carried(value: object) -> bool:
-    return type(value) in _SCALARS and not (isinstance(value, float) and not math.isfinite(value))  # JSON has none

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..keys import bytes_on_disk, compute_capability, digest_of, plain, published_name
+from ..keys import bytes_on_disk, compute_capability, digest_of, plain, published_name, without
 from ..policy import Options, Wanted
 from .versions import vllm_version
 
@@ -112,7 +112,7 @@ def key_of(vllm_config: Any, model_config: Any, ranks: Ranks) -> dict[str, Any]:
         "vllm": version,
         "torch": [torch.__version__, getattr(torch.version, "cuda", None), getattr(torch.version, "hip", None)],
         "compute_capability": capability,
-        "config": _without(plain(model_config.hf_config)),
+        "config": without(plain(model_config.hf_config), _NOT_OF_THE_MODEL),
         "model": _some(model_config, _MODEL),
         "multimodal": _some(getattr(model_config, "multimodal_config", None), _MULTIMODAL),
         "sizes": [size for size, _ in ranks],  # the ranks are fields of their own: all have one layout
@@ -227,12 +227,6 @@ def switches() -> dict[str, Any]:
             ) as error:  # a value that vLLM itself will refuse when it is used
                 found[name] = f"unreadable: {type(error).__name__}"
     return found
-
-
-def _without(config: Any) -> Any:
-    if isinstance(config, dict):
-        return {name: _without(item) for name, item in config.items() if name not in _NOT_OF_THE_MODEL}
-    return [_without(item) for item in config] if isinstance(config, list) else config
 
 
 def _some(config: Any, names: tuple[str, ...]) -> dict[str, Any]:

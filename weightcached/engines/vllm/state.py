@@ -7,14 +7,13 @@ changed after that. Tensors are another matter, since the model that attaches is
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...client.modules import HeldTensor, NamedTensor, held_tensors
-from ...shard.manifest import Scalar
+from ...shard.manifest import Scalar, is_scalar
 
 if TYPE_CHECKING:
     import torch
@@ -49,18 +48,21 @@ def snapshot(model: torch.nn.Module) -> Snapshot:
 
 def changed_scalars(model: torch.nn.Module, before: Snapshot) -> dict[str, Scalar]:
     """Scalars that were set since, by dotted name, such as the flags of drafts (`SupportsEagleBase`)."""
-    found: dict[str, Scalar] = {}
-    for path, module in model.named_modules():
-        old = before.get(path, {})
-        for name, value in vars(module).items():
-            if name in _NOT_CARRIED or type(value) not in _SCALARS:
-                continue
-            if isinstance(value, float) and not math.isfinite(value):  # JSON has none
-                continue
-            known = old.get(name, _MISSING)
-            if type(known) is not type(value) or known != value:
-                found[_dotted(path, name)] = value
-    return found
+    return {
+        _dotted(path, name): value
+        for path, module in model.named_modules()
+        for name, value in changed(vars(module), before.get(path, {})).items()
+        if name not in _NOT_CARRIED
+    }
+
+
+def changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Scalar]:
+    """The scalars among the values `now` that `before` lacks, or has with another value or type."""
+    return {
+        name: value
+        for name, value in now.items()
+        if is_scalar(value) and (type(known := before.get(name, _MISSING)) is not type(value) or known != value)
+    }
 
 
 def tensor_attributes(model: torch.nn.Module, before: Snapshot) -> dict[str, bool]:
