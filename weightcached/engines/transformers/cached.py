@@ -55,11 +55,12 @@ def from_cache(
     Args:
         name_or_checkpoint: a cached model's name, or a checkpoint folder (anything with a "/" or that is a folder).
         device, timeout, mode: as for `weightcached.attach`.
-        on_miss: "fail" and "wait" as for `attach`. "fallback" waits like "wait", not at all with ``timeout=0``, and
-            then loads with `from_pretrained` instead, with one warning that says why; it needs a folder, and the device
-            must have the room: `DeviceFull` says before the load if what is cached takes it. It does so for
-            `FALLS_BACK`: no service, one of another protocol, and a model that is absent, loading, failed, or cached
-            otherwise than asked for. Every other error is raised.
+        on_miss: "fail" and "wait" as for `attach`; under "wait" a folder that the service's config has is loaded.
+            "fallback" waits for what is on its way (a service that starts, a load, another publisher), not at all with
+            ``timeout=0``, and then loads with `from_pretrained` instead, with one warning that says why; it needs a
+            folder, and the device must have the room: `DeviceFull` says before the load if what is cached takes it. It
+            does so for `FALLS_BACK`: no service, one of another protocol, and a model that is absent, loading, failed,
+            or cached otherwise than asked for. Every other error is raised.
         model_class: the class to build; None takes the config's first architecture.
         config: the model's config; None reads it from the checkpoint folder, or from the folder that the cached model
             was loaded from.
