@@ -195,9 +195,10 @@ def test_a_loader_that_cannot_be_killed_holds_up_nobody(
         if hanging:
             raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
         hanging.append(await asyncio.create_subprocess_exec("sleep", "1000", pass_fds=tuple(fds.values())))
-        return Unkillable(hanging[0])
+        return hanging[0]
 
     monkeypatch.setattr(loads, "spawn_role", spawn)
+    monkeypatch.setattr(loads, "kill", lambda process: None)  # in the kernel's state D it is pending, for ever
 
     async def main() -> None:
         models, task = await both_fail(checkpoint)
@@ -210,19 +211,6 @@ def test_a_loader_that_cannot_be_killed_holds_up_nobody(
 
     asyncio.run(main())
     assert f"loader pid={hanging[0].pid} does not end" in caplog.text
-
-
-class Unkillable:
-    """A process in the kernel's state D, as far as a signal tells."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-
-    def send_signal(self, number: int) -> None:
-        """It is pending, for ever."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._process, name)
 
 
 def test_an_eviction_in_mid_load_ends_the_waiting(start_service: StartService, checkpoint: Path) -> None:

@@ -9,6 +9,7 @@ import errno
 import os
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from weightcached.errors import DeviceError
 from weightcached.service import workers
 from weightcached.service.claim import Claim, Owner
 from weightcached.service.vault import Vault
-from weightcached.service.workers import WorkerProcess, spawn_role
+from weightcached.service.workers import WorkerProcess, kill, spawn_role
 
 ROOT = Path(__file__).parents[2]
 Spawn = Callable[[list[str], dict[str, int]], Awaitable[asyncio.subprocess.Process]]
@@ -315,3 +316,22 @@ def test_who_awaits_a_childs_end_can_be_cancelled(steps: int) -> None:
         assert waiting.cancelled() == asked
 
     asyncio.run(main())
+
+
+def test_kills_leave_the_exit_status_as_it_is() -> None:
+    """A child that is killed again while it ends is said to have died of SIGKILL."""
+
+    async def main() -> list[int]:
+        codes = []
+        for _ in range(100):
+            process = await asyncio.create_subprocess_exec("sleep", "1000")
+            for pause in (100e-6, 50e-6, 0):  # in which the child ends, and the loop must not hear of it
+                kill(process)
+                end = time.monotonic() + pause
+                while time.monotonic() < end:
+                    pass
+            codes.append(await process.wait())
+            kill(process)
+        return codes
+
+    assert set(asyncio.run(main())) == {-signal.SIGKILL}

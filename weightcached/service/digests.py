@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 from collections.abc import Callable
 from dataclasses import fields
@@ -23,7 +22,7 @@ from ..shard.manifest import SourceFile
 from ..text import describe_exit
 from ..wire.framing import MAX_MESSAGE, Frame, decode
 from .vault import DigestOutcome, HeldShard
-from .workers import gone, spawn_role
+from .workers import gone, kill, spawn_role
 
 _log = logging.getLogger(__name__)
 
@@ -127,8 +126,7 @@ async def _digest(checkpoint: str, files: Files) -> dict[str, Any]:
             ) from None
         finally:
             if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGKILL)
+                kill(process)
                 await gone(process, "digest")
     if not data:
         code = process.returncode

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import logging
-import signal
 import socket
 from collections.abc import Callable
 from dataclasses import asdict
@@ -28,7 +26,7 @@ from ..wire.stream import Stream
 from .models import Model
 from .publishers import Publishers
 from .vault import Vault
-from .workers import END_SECONDS, gone, spawn_role
+from .workers import END_SECONDS, gone, kill, spawn_role
 
 STALL_SECONDS = 600.0
 TRIES = 3  # of one load whose worker died under it; its own errors are final
@@ -269,8 +267,7 @@ class LoaderProcess:
 
     def _kill(self) -> None:
         if self._process is not None and self._channel is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGKILL)
+            kill(self._process)
             if self._give_up is None:  # its end closes the channel; this does it for one that does not end
                 loop = asyncio.get_running_loop()
                 self._give_up = loop.call_later(END_SECONDS, self._channel.close, "the loader hangs")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import socket
 from collections.abc import Callable
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from ..meeting import Job
 from ..text import describe_exit
 from ..wire.framing import decode
 from ..wire.stream import Stream
-from .workers import gone, spawn_role
+from .workers import gone, kill, spawn_role
 
 GRACE_SECONDS = 30.0  # beyond the job's own, for a process to start and to end
 
@@ -58,8 +57,7 @@ class Round:
                 await gone(process, "rendezvous")
         finally:
             if process is not None and process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGKILL)
+                kill(process)
                 await gone(process, "rendezvous")
             channel.close("the rendezvous has ended")
         match self._answer:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import logging
-import signal
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +15,7 @@ from ..text import describe_exit
 from ..wire.framing import decode
 from ..wire.stream import Stream
 from .vault import HeldShard
-from .workers import gone, spawn_role
+from .workers import gone, kill, spawn_role
 
 INSPECT_SECONDS = 30.0  # for a driver to initialise and to import all slabs of a device, which takes milliseconds each
 MAX_NAMES = 10  # of tensors in a line of the log
@@ -200,5 +198,4 @@ class VerifierProcess:
 
     def _kill(self) -> None:
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGKILL)
+            kill(self._process)

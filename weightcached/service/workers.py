@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -110,7 +111,7 @@ class WorkerProcess:
                     await self._process.wait()
             except TimeoutError:
                 _log.warning("worker %s pid=%d does not end; killed", self.device, self._process.pid)
-                self._process.send_signal(signal.SIGKILL)
+                kill(self._process)
                 await self._process.wait()
 
     def tell_models(self, models: dict[str, dict[str, Any]]) -> None:
@@ -269,6 +270,19 @@ async def spawn_role(arguments: list[str], fds: dict[str, int]) -> asyncio.subpr
         env=clean_environment(os.environ),
         start_new_session=True,
     )  # fmt: skip
+
+
+def kill(process: asyncio.subprocess.Process) -> None:
+    """SIGKILL to a child, unless it has ended.
+
+    Not `send_signal`, which looks first whether the child has ended: one that just has is then reaped by that look, and
+    asyncio, which finds nothing to wait for, reports 255 in place of its exit status.
+    """
+    if process.returncode is None:
+        with contextlib.suppress(ChildProcessError, ProcessLookupError):
+            # An error once it is reaped: the number may be another process's by then.
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            os.kill(process.pid, signal.SIGKILL)
 
 
 async def gone(process: asyncio.subprocess.Process, role: str) -> None:
