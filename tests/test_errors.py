@@ -117,6 +117,7 @@ def test_exit_codes_are_the_published_ones() -> None:
         "wrong-device": 4,
         "no-such-model": 4,
         "model-not-loaded": 4,
+        "model-elsewhere": 4,
         "other-content": 4,
         "digest-pending": 4,
         "model-in-use": 5,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from .config import ModelConfig
 
-MAX_NODES = 512  # whose states fit into one datagram
+MAX_NODES = 256  # whose states fit into one datagram
 MAX_SECONDS = 86400.0
 
 

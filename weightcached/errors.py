@@ -26,9 +26,11 @@
     ├── ModelError                what was asked of a model
     │   ├── NoSuchModel
     │   │   ├── ModelNotLoaded    configured, but not asked for yet
+    │   │   ├── ModelElsewhere    its ranks belong on other devices
     │   │   ├── OtherContent      files of the same sizes are cached, with other bytes
     │   │   └── DigestPending     files of the same sizes are cached, whose bytes are not known yet
     │   ├── ModelLoading
+    │   │   └── ModelHeldBack     cached, but the nodes of a cluster have not agreed on it yet
     │   ├── ModelFailed           its last load failed, or it was lost
     │   ├── KeyMismatch           cached, but not what was asked for
     │   │   └── RankMismatch      another rank, or for other parallel sizes
@@ -65,8 +67,7 @@ class WeightCacheError(Exception):
 
     def __str__(self) -> str:
         try:
-            fields = {**self.unsent, **self.fields}
-            return self.sentence.format_map({name: _readable(value) for name, value in fields.items()})
+            return self.sentence.format_map({k: _readable(v) for k, v in {**self.unsent, **self.fields}.items()})
         except (KeyError, ValueError, TypeError) as problem:
             # A peer of another version may send fewer or other fields than this version's sentence is made of.
             return f"{self.code}: {self.fields} ({type(problem).__name__}: {problem})"
@@ -144,9 +145,7 @@ class LockHeld(WeightCacheError):
 
     code = "lock-held"
     exit_code = 75  # EX_TEMPFAIL of sysexits.h
-    sentence = (
-        "{device} is served by weightcached@{instance}, pid {pid}; stop that service or start this one with --take-over"
-    )
+    sentence = "{device} is served by weightcached@{instance}, pid {pid}; stop it or start this one with --take-over"
 
 
 class DeviceError(WeightCacheError):
@@ -175,8 +174,7 @@ class WrongDevice(DeviceError):
 class DeviceFull(DeviceError):
     """Fields: device, needed, free, evictable, limit, others, holders ("name bytes" strings), advice.
 
-    In bytes: `evictable` is what would give way to others by itself, and is not enough, `others` what is used on the
-    device beside all of `holders`, 0 where that is not the reason.
+    In bytes: `evictable` would give way by itself, and is too little; `others` is in use beside all of `holders`, or 0.
     """
 
     code = "device-full"
@@ -269,22 +267,23 @@ class ModelNotLoaded(NoSuchModel):
     """Fields: model, device."""
 
     code = "model-not-loaded"
-    sentence = (
-        "{model} is configured for {device} but not loaded; "
-        "attach with on_miss='wait', or load it: weightcachectl load {model}"
-    )
+    sentence = "{model} is configured for {device} but not loaded; use on_miss='wait' or `weightcachectl load {model}`"
+
+
+class ModelElsewhere(NoSuchModel):
+    """Fields: model, device, devices (of its ranks, in their order), advice."""
+
+    code = "model-elsewhere"
+    sentence = "{model} belongs on {devices}, and is not on {device}; {advice}"
 
 
 class OtherContent(NoSuchModel):
-    """Fields: model, device, known, cached (the model compared with), file (path), digest (of the file on disk),
-    recorded (of the file that `cached` was loaded from), differing (how many files), files (how many there are).
-    """
+    """Fields: model, device, known, cached (compared with), file, digest, recorded, differing (number), files (of)."""
 
     code = "other-content"
     sentence = (
         "{file} is not what {cached} on {device} was loaded from: its digest is {digest}, recorded is {recorded} "
-        "({differing} of {files} files differ); load this checkpoint as a model of its own, "
-        "or again, if it has changed: weightcachectl reload"
+        "({differing} of {files} files differ); load it as a model of its own; if it has changed: weightcachectl reload"
     )
 
 
@@ -299,9 +298,14 @@ class ModelLoading(ModelError):
     """Fields: model, device, progress (0..1)."""
 
     code = "model-loading"
-    sentence = (
-        "{model} is still loading on {device} ({progress:.0%}); wait with on_miss='wait' or `weightcachectl wait`"
-    )
+    sentence = "{model} is still loading on {device} ({progress:.0%}); on_miss='wait' or `weightcachectl wait` waits"
+
+
+class ModelHeldBack(ModelLoading):
+    """Fields: model, device, progress, reason (why the nodes have not agreed). Who names its content gets it."""
+
+    code = "model-held-back"
+    sentence = "{model} is cached on {device} but not given out: {reason}; `weightcachectl status` shows the nodes"
 
 
 class ModelFailed(ModelError):
@@ -372,18 +376,15 @@ class MissingDependency(WeightCacheError):
 
 def _readable(value: Any) -> Any:
     """A field as a person reads it: lists joined, nothing as "none"."""
-    if isinstance(value, dict):
-        value = [f"{key} {item}" for key, item in value.items()]
-    if isinstance(value, list | tuple | set):
-        return ", ".join(map(str, value)) or "none"
-    return "none" if value is None else value
+    items = [f"{key} {item}" for key, item in value.items()] if isinstance(value, dict) else value
+    if isinstance(items, list | tuple | set):
+        return ", ".join(map(str, items)) or "none"
+    return "none" if items is None else items
 
 
-def _subclasses(cls: type[WeightCacheError]) -> list[type[WeightCacheError]]:
-    return [cls, *(below for child in cls.__subclasses__() for below in _subclasses(child))]
-
-
-BY_CODE: dict[str, type[WeightCacheError]] = {cls.code: cls for cls in _subclasses(WeightCacheError)}
+BY_CODE: dict[str, type[WeightCacheError]] = {
+    cls.code: cls for cls in list(globals().values()) if isinstance(cls, type) and issubclass(cls, WeightCacheError)
+}
 
 
 def to_wire(error: WeightCacheError) -> dict[str, Any]:
@@ -393,8 +394,7 @@ def to_wire(error: WeightCacheError) -> dict[str, Any]:
 
 def from_wire(data: dict[str, Any]) -> WeightCacheError:
     """The error that a peer sent. An unknown code becomes the root class with the peer's sentence."""
-    cls = BY_CODE.get(str(data.get("code")))
-    fields = data.get("fields")
+    cls, fields = BY_CODE.get(str(data.get("code"))), data.get("fields")
     if cls is None or not isinstance(fields, dict):
         return WeightCacheError(problem=str(data.get("message", "an error without a message")))
     return cls(**fields)

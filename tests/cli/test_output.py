@@ -171,11 +171,14 @@ def test_the_nodes_of_a_cluster_are_a_line_each() -> None:
     assert cluster_lines(cluster) == [
         "cluster: node 0 of 3, meets at 10.0.0.1:29650, not agreed: why",
         "  node 0: loaded, this one, ranks m 0-7",
-        "  node 1: gone, 10.0.0.2, seen 17 s ago, ranks m 8 (not cached): a\\nb",
+        "  node 1: gone, 10.0.0.2, seen 17 s ago, ranks m 8 (not cached when the nodes met last): a\\nb",
         "  node 2: unknown, no address known, ranks none",
     ]
     dropped = cluster_lines({**cluster, "agreed": True, "problem": None, "dropped": {"malformed": 3, "foreign": 1}})
     assert dropped[0].endswith("29650, agreed")
+    assert "ranks m 8 (not cached): a" in dropped[2]  # what they agreed on is what is so
+    nodes[0]["absent"] = ["m"]
+    assert cluster_lines(cluster)[1] == "  node 0: loaded, this one, ranks m 0-7 (not cached)"
     assert cluster_lines({**cluster, "meeting": 12.3})[0].endswith("29650, not agreed, meeting for 12 s: why")
     assert dropped[-1] == "  datagrams dropped: 1 foreign, 3 malformed"
     assert cluster_lines(None) == []

@@ -105,12 +105,17 @@ def test_default_privacy(engine: Engine) -> None:
         ({"key": {**KEY, "layers": (1.5, 2)}}, r"layers is \(1.5, 2\)"),
         ({"attributes": {"a": "\ud800"}}, "attribute 'a'"),
         ({"attributes": {5: 1}}, "attribute 5"),
+        ({"name": "a/b"}, "the name 'a/b' is none for a model: 1 to 128 letters"),
+        ({"name": ""}, "the name '' is none"),
+        ({"name": 3}, "the name 3 is none"),
+        ({"tensors": None}, "NoneType is neither a module nor a mapping of tensors"),
     ],
 )
-def test_what_json_cannot_carry_moves_nothing(worker: RunningWorker, arguments: dict[str, Any], problem: str) -> None:
+def test_what_cannot_be_carried_moves_nothing(worker: RunningWorker, arguments: dict[str, Any], problem: str) -> None:
     """It is refused before the first tensor is touched."""
     tensor = torch.ones(4)
     before = tensor.data_ptr()
+    good = {"name": "engine", "tensors": {"w": tensor}, "key": KEY, "device": "host-0"}
     with pytest.raises(EngineError, match=problem):
-        publish("engine", {"w": tensor}, **{"key": KEY, "device": "host-0", **arguments})
+        publish(**{**good, **arguments})
     assert tensor.data_ptr() == before

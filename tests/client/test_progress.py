@@ -28,6 +28,12 @@ def lines(log: pytest.LogCaptureFixture) -> list[str]:
 class TestWaitLog:
     """The lines of one wait."""
 
+    def test_what_is_held_back_has_its_reason(self, log: pytest.LogCaptureFixture) -> None:
+        """It is not said to be loading, as which its worker has it."""
+        event = {"model": "m", "state": "loading", "progress": 1.0, "held_back": True, "reason": "node 1 is missing"}
+        WaitLog("m on host-0", 30.0).event(event)
+        assert lines(log) == ["waiting up to 30 s for m on host-0: it is cached, but not given out: node 1 is missing"]
+
     def test_the_first_has_the_reason_and_others_are_rare(
         self, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -5,6 +5,8 @@ python publishing.py [WORD...]      say=TEXT      a line on stdout, or on stderr
                                     nothing=RANK  that rank publishes nothing
                                     exit=RANK:N   that rank ends with this status before it publishes
                                     late=N        ends with this status after it has published
+                                    hold=RANK:PATH that rank, once it has published, reads its status from this FIFO
+                                    gate=PATH     reads this FIFO to its end before it publishes
                                     hang=RANK     that rank stops for ever, before it publishes
                                     child=        leaves a child behind that holds the output
                                     meet=PATH     waits for the other rank there
@@ -46,6 +48,8 @@ def main(words: list[str]) -> int:
         subprocess.Popen(["sleep", "600"])
     if "meet" in options:
         meet(options["meet"], rank)
+    if "gate" in options:
+        Path(options["gate"]).read_bytes()
     if options.get("hang") == rank:
         signal.pause()
     ends, _, code = options.get("exit", "").partition(":")
@@ -53,6 +57,10 @@ def main(words: list[str]) -> int:
         return int(code)
     if options.get("nothing") != rank:
         publish(options.get("value", "x"), spec="nospec" not in options)
+    holds, _, fifo = options.get("hold", "").partition(":")
+    if holds == rank:
+        print("holds", flush=True)
+        return int(Path(fifo).read_text())
     return int(options.get("late", 0))
 
 

@@ -13,6 +13,7 @@ import pytest
 from weightcached.config import load_config
 from weightcached.errors import ProtocolError
 from weightcached.service.agreement import (
+    REASON_CHARS,
     SHOWN_DIFFERENCES,
     SHOWN_VALUES,
     Description,
@@ -20,9 +21,11 @@ from weightcached.service.agreement import (
     describe_differences,
     differences,
     digest_of,
+    not_agreed,
     parse,
     to_text,
 )
+from weightcached.service.membership import Seen
 from weightcached.service.models import Model
 
 NO_MODEL = {"ranks": [0, 1], "bytes": [], "settings": {}, "key": None}
@@ -129,8 +132,67 @@ def test_many_differences_are_one_line(described: Callable[[int], Description]) 
     said = describe_differences(found)
     assert said.startswith('the nodes differ: weightcached is "8" on nodes 0, 2, 4')
     assert "; and 34 more and " not in said and "30 and 34 more and" in said
-    assert said.endswith(f"; and {51 - SHOWN_DIFFERENCES} more")
+    assert f"; and {51 - SHOWN_DIFFERENCES} more; install the same version on the nodes that differ, and " in said
+    assert len(said) < 2500 * (SHOWN_DIFFERENCES + 1)
     assert f"and {100 - SHOWN_VALUES + 1} other values elsewhere; m0: setting1 is " in said
+
+
+@pytest.mark.parametrize(
+    ("change", "next_step"),
+    [
+        (changed("software/weightcached", "9"), "install the same version on the nodes that differ, and restart the"),
+        (changed("cluster/keep_alive", 9.0), "make [cluster] the same in the configs of the nodes that differ, and "),
+        (changed("models/m/ranks", [0, 1]), "make [cluster] the same in the configs of the nodes that differ, and "),
+        (changed("models/m/settings/dtype", "x"), "make [[model]] the same in the configs of the nodes that differ, "),
+        (changed("models", {}), "make [[model]] the same in the configs of the nodes that differ, then `weightc"),
+        (changed("models/m/key/content", "x"), "put the same files on the nodes that differ, then `weightcachectl re"),
+        (changed("models/m/key/layout", "x"), "have it made by the same engine on the nodes that differ: `weightcach"),
+    ],
+    ids=lambda value: value.split(" the nodes")[0] if isinstance(value, str) else "",
+)
+def test_what_to_do_is_said_once_for_each_kind(
+    described: Callable[[int], Description], change: Callable[[Description], None], next_step: str
+) -> None:
+    """Behind all differences: what makes the nodes the same again depends on where a field comes from."""
+    nodes = [described(0), described(1), copy.deepcopy(described(1))]
+    nodes[2]["models"]["m"]["ranks"] = [2, 1]
+    change(nodes[1])
+    said = describe_differences(differences(nodes))
+    assert f"; {next_step}" in said and said.count("the nodes that differ") == 1
+    twice = describe_differences(differences(nodes) * 2)
+    assert twice.count(next_step) == 1 and twice.endswith(said[said.index(next_step) :])
+
+
+NOT_AGREED = "the nodes of the cluster have not agreed on it yet"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "refusal", "problem", "said"),
+    [
+        ([Seen("loaded"), Seen("loaded")], None, None, NOT_AGREED),
+        ([Seen("loaded"), Seen()], None, "late", f"{NOT_AGREED}; missing: node 1 (never heard of)"),
+        (
+            [Seen("loaded"), Seen("gone", "10.0.0.2", 9.1, "stopped"), Seen("loading"), Seen("loading")],
+            None,
+            None,
+            f"{NOT_AGREED}; missing: node 1 (gone, last heard of at 10.0.0.2: stopped); still loading: nodes 2, 3",
+        ),
+        ([Seen("loading"), Seen("loaded")], None, None, f"{NOT_AGREED}; still loading: node 0"),
+        ([Seen("loaded"), Seen("loaded")], None, "the rendezvous failed", f"{NOT_AGREED}; the rendezvous failed"),
+        ([Seen("loaded"), Seen("loaded")], "nodes = 3 there", "late", f"{NOT_AGREED}; nodes = 3 there"),
+    ],
+)
+def test_why_the_nodes_have_not_agreed(nodes: list[Seen], refusal: str | None, problem: str | None, said: str) -> None:
+    """The nodes that are missing or loading are named; with all of them there, what kept them from agreeing."""
+    assert not_agreed(nodes, 0, refusal, problem) == said
+    older = [Seen(item.state, item.address, None if item.age is None else item.age + 3, item.problem) for item in nodes]
+    assert not_agreed(older, 0, refusal, problem) == said  # time alone is no news for those who are told
+
+
+def test_why_the_nodes_have_not_agreed_is_short() -> None:
+    """However many are missing, and whatever they said."""
+    said = not_agreed([Seen("gone", "10.0.0.1", 1.0, "x" * 300)] * 500, 0, None, None)
+    assert said.startswith(NOT_AGREED) and len(said) <= REASON_CHARS
 
 
 def test_another_version_concerns_every_model(described: Callable[[int], Description]) -> None:

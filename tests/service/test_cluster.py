@@ -18,7 +18,7 @@ from tests.manager import Manager
 from tests.running import process_of_role, wait_for_end
 from tests.service.conftest import model
 from tests.service.nodes import KEEP_ALIVE, SECONDS, LossyPath, Node, free_port, table
-from weightcached.errors import ConfigError, ModelFailed, ModelLoading, TimedOut
+from weightcached.errors import ConfigError, ModelFailed, ModelHeldBack, ModelLoading, TimedOut
 from weightcached.fds import FdSet
 from weightcached.service.membership import cluster_id
 from weightcached.wire.connection import Connection
@@ -78,6 +78,19 @@ def held(node: Node, device: str, **key: object) -> bytes:
     with worker, fds:
         slab = list(fds)[1].fileno()
         return os.pread(slab, os.fstat(slab).st_size, 0)
+
+
+def held_back(node: Node, device: str) -> str:
+    """What a client is told that does not wait for a model which the nodes have not agreed on."""
+    end = time.monotonic() + HEARD_SECONDS
+    while time.monotonic() < end:
+        try:
+            attach(node, device)
+        except ModelHeldBack as error:
+            return str(error)
+        except ModelLoading:  # the worker hears a moment later that it is cached
+            time.sleep(0.02)
+    raise AssertionError(f"{device} of node {node.rank} does not say that the model is held back")
 
 
 def refused(node: Node, device: str) -> str:
@@ -173,16 +186,21 @@ def test_a_node_that_dies_costs_the_others_nothing(make_node: MakeNode, llama: L
 
 
 def test_a_node_that_dies_before_the_agreement(make_node: MakeNode, llama: Llama) -> None:
-    """The others wait for it, and say so, and nobody gets the model by its name, but who names its content. When it is
-    back they agree, and only it has loaded again."""
+    """The others wait for it, and say so wherever somebody looks, and nobody gets the model by its name, but who names
+    its content. When it is back they agree, and only it has loaded again."""
     folder, _ = llama
     port = free_port()
     first, second = [make_node(rank, of_llama(folder, rank, port)) for rank in range(2)]
-    first.start().service.wait_for("serving llama (1 of 1 models", SECONDS)
-    with pytest.raises(ModelLoading):
-        attach(first, "host-0")
+    first.start().service.wait_for("serving nothing yet (0 of 1 models, 0.0 GB); held back: llama", SECONDS)
+    reason = "the nodes of the cluster have not agreed on it yet; missing: node 1 (never heard of)"
+    assert held_back(first, "host-0").startswith(f"llama is cached on host-0 but not given out: {reason}; ")
     said = first.service.ctl("wait", "llama", "--timeout", "0.1", code=TimedOut.exit_code)
-    assert "llama (the nodes of the cluster have not agreed on it yet)" in said
+    assert f"llama ({reason})" in said
+    said = first.service.ctl("load", "llama")
+    assert f"llama is cached on host-0, host-1 already, but not given out: {reason}" in said
+    status = first.service.ctl("status")
+    assert f"llama: cached, but not given out: {reason}" in status.splitlines()
+    assert status.count("cached, held back") == 2 and "not cached" not in status
     assert held(first, "host-0", content=first.service.status()["devices"][0]["shards"][0]["key"]["content"])
     second.start()
     loader = process_of_role(second.service, "loader")
@@ -239,6 +257,7 @@ def test_a_restart_costs_nothing_while_others_are_away(make_node: MakeNode, runt
         second.ctl("wait", "llama", "--timeout", "30")
         assert second.status()["cluster"]["agreed"] is True
         assert second.log.count("bytes read in") == 1
+        assert second.log.count("serving llama on host-0, host-1") == second.log.count("serving no model yet") == 1
         second.stop()
     finally:
         second.abandon()
@@ -254,7 +273,9 @@ def test_other_bytes_on_one_node(make_node: MakeNode, llama: Llama, tmp_path: Pa
     for node in nodes:
         assert node.service.wait() == ConfigError.exit_code
         (said,) = re.findall(r"error: .*: \[cluster\]: the nodes differ: (.*)", node.service.log)
-        assert re.fullmatch(r'llama: content is "[0-9a-z:-]+" on node 0 and "[0-9a-z:-]+" on node 1', said)
+        differ, next_step = said.split("; ", 1)
+        assert re.fullmatch(r'llama: content is "[0-9a-z:-]+" on node 0 and "[0-9a-z:-]+" on node 1', differ)
+        assert next_step.startswith("put the same files on the nodes that differ, then `weightcachectl reload` there")
         node.stop(ConfigError.exit_code)
 
 
@@ -322,17 +343,29 @@ def test_nodes_with_unequal_ports(make_node: MakeNode, llama: Llama) -> None:
 
 
 def test_two_services_with_one_number(make_node: MakeNode, llama: Llama) -> None:
-    """The second that says that it is node 1 takes its place, and the first one is refused and named, on both sides."""
+    """The first one that said that it is node 1 goes on as that. The second one is refused, which is said on both sides
+    with what to do, and takes part when the first one has ended."""
     folder, _ = llama
     port = free_port()
     local = ('ready = "local"', f"keep_alive = {KEEP_ALIVE}")
     first = make_node(0, of_llama(folder, 0, port, *local)).start().ready()
     one = make_node(1, of_llama(folder, 1, port, *local)).start().ready()
-    first.sees(1, "loaded")
-    make_node(1, of_llama(folder, 1, port, *local)).start().ready()
-    for node in (first, one):
-        problem = node.until(lambda cluster: "two services" in (cluster["problem"] or ""))["problem"]
-        assert "two services say that they are node 1; the other one is at 127.0.0.1" in problem
+    agreed = first.agreed()
+    other = make_node(1, of_llama(folder, 1, port, *local)).start().ready()
+    said = (
+        r"two services say that they are node 1: the one at 127\.0\.0\.1:(\d+) counts, the one at 127\.0\.0\.1:(\d+) "
+    )
+    problems = [
+        node.until(lambda cluster: "two services" in (cluster["problem"] or ""))["problem"] for node in (first, other)
+    ]
+    assert problems[1] == f"node 0 refuses this one: {problems[0]}"
+    assert re.fullmatch(said + "does not; stop one of them, or correct its node_rank", problems[0])
+    assert problems[0] in first.service.log
+    agreed = first.agreed(beyond=agreed)
+    assert one.until(lambda cluster: cluster["agreed"] and cluster["round"] == agreed)["problem"] is None
+    one.stop()
+    later = first.agreed(beyond=agreed)
+    other.until(lambda cluster: cluster["agreed"] and cluster["round"] == later and cluster["problem"] is None)
 
 
 def test_datagrams_are_lost(make_node: MakeNode, llama: Llama) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from weightcached.service import cluster as cluster_module
 from weightcached.service.agreement import describe, to_text
 from weightcached.service.cluster import Cluster
 from weightcached.service.links import Step
-from weightcached.service.membership import Beat, Datagrams, Seen
+from weightcached.service.membership import Beat, Datagrams, Load, Seen
 from weightcached.service.models import Model
 
 LOADED = Seen("loaded", "127.0.0.1", 0.0)
@@ -84,13 +85,10 @@ Status = dict[str, Any]
 class Running:
     """A cluster that runs: its status, as soon as something holds of it."""
 
-    def __init__(
-        self, made: Cluster, link: StandIn, news: asyncio.Event, models: dict[str, Model], given_up: list[str]
-    ) -> None:
+    def __init__(self, made: Cluster, link: StandIn, news: asyncio.Event, models: dict[str, Model]) -> None:
         self.cluster = made
         self.link = link
         self.models = models
-        self.given_up = given_up
         self._news = news
 
     async def asks_again(self, beyond: int) -> None:
@@ -136,11 +134,8 @@ def make_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(cluster_module, "open_link", opens or open_link)
         monkeypatch.setattr(cluster_module, "Round", lambda: link)
-        given_up: list[str] = []
-        cluster = Cluster(
-            config, lambda: models, news.set, lambda _, why: given_up.append(why), to_lose=opens is not None
-        )
-        running = Running(cluster, link, news, models, given_up)
+        cluster = Cluster(config, lambda: models, news.set, to_lose=opens is not None)
+        running = Running(cluster, link, news, models)
         running.cluster.models_changed()
         task = asyncio.create_task(running.cluster.run())
         await asyncio.sleep(0)
@@ -178,6 +173,56 @@ def test_nodes_that_agree(make_running: Any) -> None:
             assert running.models["m"].given_out
             assert running.cluster.sentence() is None
             assert [node["absent"] for node in running.status()["nodes"]] == [[], ["m"]]
+
+    asyncio.run(scene())
+
+
+def test_a_model_that_is_held_back_says_who_is_missing(make_running: Any) -> None:
+    """As the nodes come and go; what changes nothing of that is no news. Once they have agreed it is given out."""
+
+    async def scene() -> None:
+        async with make_running() as running:
+            model = running.models["m"]
+
+            async def said(nodes: tuple[Seen, ...], reason: str) -> None:
+                running.link.knows(nodes=nodes)
+                await running.until(lambda _: model.held_back.reason.endswith(reason))
+
+            gone = Seen("gone", "10.0.0.2", 9.0, "it was stopped")
+            await said((LOADED, Seen()), "; missing: node 1 (never heard of)")
+            await said((LOADED, gone), "; missing: node 1 (gone, last heard of at 10.0.0.2: it was stopped)")
+            before = model.held_back
+            running.link.knows(nodes=(LOADED, replace(gone, age=12.0)))
+            running.cluster.models_changed()
+            assert model.held_back == before
+            await said((LOADED, Seen("loading")), "; still loading: node 1")
+            await said((LOADED, LOADED), "have not agreed on it yet")
+            running.link.ends.put_nowait(TimedOut(path="p", seconds=1.0, waited_for="node 1"))
+            running.link.knows(round="b/1")
+            await said((LOADED, LOADED), "; p: waited 1.0 s for node 1")
+            running.link.ends.put_nowait(texts(running))
+            running.link.knows(round="b/2")
+            await running.until(lambda status: status["agreed"])
+            assert model.held_back is None
+
+    asyncio.run(scene())
+
+
+def test_what_is_not_cached_here_is_what_is_so_at_once(make_running: Any) -> None:
+    """Of this node the status does not wait for the next time that all meet."""
+
+    async def scene() -> None:
+        async with make_running() as running:
+            running.link.ends.put_nowait(texts(running))
+            running.link.knows(round="b/1")
+            await running.until(lambda status: status["agreed"])
+            assert [node["absent"] for node in running.status()["nodes"]] == [[], []]
+            running.models["m"].gone("host-0")
+            running.cluster.models_changed()
+            assert [node["absent"] for node in running.status()["nodes"]] == [["m"], []]
+            running.models["m"].published("host-0", 2, 100, dict(KEY))
+            running.cluster.models_changed()
+            assert [node["absent"] for node in running.status()["nodes"]] == [[], []]
 
     asyncio.run(scene())
 
@@ -361,21 +406,27 @@ def test_too_much_to_tell_is_said_here(make_running: Any, monkeypatch: pytest.Mo
 
 
 def test_a_publisher_that_waits_for_other_nodes_is_named(make_running: Any) -> None:
-    """A node that came back alone loads what the others have: its ranks would wait for theirs without a word."""
+    """A node that came back alone loads what the others have: its ranks would wait for theirs without a word. The load
+    is given up when those of another node have ended in vain, and what becomes of it is told there."""
 
     async def scene() -> None:
         async with make_running('publisher = ["engine"]') as running:
-            assert running.status()["problem"] is None
-            running.models["m"].begin()
-            running.cluster.models_changed()
+            given_up: list[str] = []
+            assert running.status()["problem"] is None and running.link.beat().load is None
+            running.cluster.elsewhere.begin("m", given_up.append)
+            assert running.link.beat().load.state == "running"
             found = (await running.until(lambda status: status["problem"]))["problem"]
             assert found == "the publisher of m waits for its ranks on node 1 (loaded); have m loaded there too"
-            running.link.knows(nodes=(LOADED, Seen("loading")))
+            running.link.knows(nodes=(LOADED, Seen("loading", load=Load.of("m"))))
             await running.until(lambda status: status["problem"] is None)
-            assert running.given_up == []
+            assert given_up == []
             running.link.knows(nodes=(LOADED, Seen("gone", problem="it has started anew")))
-            await running.until(lambda status: status["problem"])
-            assert running.given_up == ["node 1, which has ranks of it, loads it no more: it has started anew"]
+            await running.until(lambda status: status["nodes"][1]["state"] == "gone")
+            assert given_up == ["node 1, which has ranks of it, loads it no more: it has started anew"]
+            running.cluster.elsewhere.end("failed")
+            assert running.link.beat().load.state == "failed"
+
+    asyncio.run(scene())
 
 
 def test_a_load_that_fails_is_told_to_the_others(make_running: Any) -> None:

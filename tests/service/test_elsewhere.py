@@ -1,86 +1,189 @@
-"""When a publisher whose ranks are on several nodes waits in vain. Times are numbers: no clock is read."""
+"""When a load whose ranks are on several nodes is in vain, and when it is done. Times are numbers: no clock is read."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from weightcached.config import load_config
 from weightcached.service.elsewhere import Elsewhere, failure
-from weightcached.service.membership import Seen
+from weightcached.service.membership import Load, Seen
 from weightcached.service.models import Model
 
-HERE, LOADING, LOADED = Seen("loading"), Seen("loading"), Seen("loaded")
+HERE = Seen("loading")
+M = Load.of("m").model
+EARLIER, RUNNING, DONE = (Load(M, id, state) for id, state in (("0", "failed"), ("1", "running"), ("1", "done")))
+LOADING = Seen("loading", load=RUNNING)
+WITHOUT = Seen("loaded")
 CLUSTER = '[cluster]\nnodes = 3\nnode_rank = 0\nmaster_addr = "h"\nmaster_port = 1\npublisher_port = 2\ntimeout = 10\n'
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Model:
-    """Of three ranks on three nodes, which its publisher loads."""
-    path = tmp_path / "c.toml"
-    text = '[[model]]\nname = "m"\ncheckpoint = "/m"\ntensor_parallel = 3\npublisher = ["engine"]\n'
-    path.write_text(text + CLUSTER)
-    made = Model(load_config(path).models[0], ("host-0",))
-    made.begin()
-    return made
+class Here:
+    """Node 0 of three, which loads m from the start, and why it gave that up."""
+
+    def __init__(self, *before: Seen) -> None:
+        """`before`: what the other nodes were seen to do before."""
+        self.told = 0
+        self.why: list[str] = []
+        self.elsewhere = Elsewhere(0, 10.0, self.tell)
+        if before:
+            self.elsewhere.look([HERE, *before], None, 0.0)
+        self.elsewhere.begin("m", self.why.append)
+
+    def tell(self) -> None:
+        self.told += 1
+
+    def sees(self, *others: Seen, now: float = 0.0, refusal: str | None = None) -> str | None:
+        """The reason that looking at the other nodes gives, if it is one to give the load up."""
+        self.why.clear()
+        self.elsewhere.look([HERE, *others], refusal, now)
+        return self.why[0] if self.why else None
 
 
-def test_all_that_load_are_waited_for(model: Model) -> None:
+async def is_done(here: Here, *others: Seen) -> bool:
+    """Whether the load is over, its own ranks being done, when the other nodes are seen like this."""
+    waiting = asyncio.create_task(here.elsewhere.others_done())
+    await asyncio.sleep(0)
+    assert here.sees(*others) is None
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    return not waiting.cancelled()
+
+
+def test_all_that_load_are_waited_for() -> None:
     """As long as it takes; nothing is to be said."""
-    elsewhere = Elsewhere(0, 10.0)
+    here = Here()
     for now in (0.0, 5.0, 1000.0):
-        assert elsewhere.look([model], [HERE, LOADING, LOADING], None, now) is None
-        assert elsewhere.sentence() is None
+        assert here.sees(LOADING, LOADING, now=now) is None
+        assert here.elsewhere.sentence() is None
 
 
-def test_one_that_does_nothing_has_its_time(model: Model) -> None:
-    """From when it was first seen idle; one that has begun meanwhile has it again. What is waited for is said."""
-    elsewhere = Elsewhere(0, 10.0)
-    for now, third in ((0.0, Seen()), (9.0, Seen()), (9.5, LOADING), (10.0, Seen("gone")), (19.9, Seen("gone"))):
-        assert elsewhere.look([model], [HERE, LOADING, third], None, now) is None
-    assert elsewhere.sentence() == "the publisher of m waits for its ranks on node 2 (gone); have m loaded there too"
-    found = elsewhere.look([model], [HERE, LOADING, Seen("gone")], None, 20.0)
-    assert found == (model, "waited 10 s for its ranks on node 2 (gone)")
-    found = elsewhere.look([model], [HERE, LOADING, Seen("gone")], "nodes = 4", 20.0)
-    assert found == (model, "waited 10 s for its ranks on node 2 (gone); nodes = 4")
+def test_one_that_does_nothing_has_its_time() -> None:
+    """From when it was first seen idle; one that loads another model has it again. What is waited for is said."""
+    here = Here()
+    for now, third in ((0.0, Seen()), (9.0, Seen()), (9.5, HERE), (10.0, Seen("gone")), (19.9, Seen("gone"))):
+        assert here.sees(LOADING, third, now=now) is None
+    said = "the publisher of m waits for its ranks on node 2 (gone); have m loaded there too"
+    assert here.elsewhere.sentence() == said
+    assert here.sees(LOADING, Seen("gone"), now=20.0) == "waited 10 s for its ranks on node 2 (gone)"
+    here = Here()
+    here.sees(LOADING, Seen(), now=0.0)
+    why = "waited 10 s for its ranks on node 2 (loaded); m: no room; nodes = 4"
+    assert here.sees(LOADING, Seen("loaded", problem="m: no room"), refusal="nodes = 4", now=10.0) == why
 
 
 @pytest.mark.parametrize(
     ("then", "said"),
     [
-        (Seen("gone", problem="it was stopped"), "it was stopped"),
-        (Seen("loaded", problem="m: no room"), "m: no room"),
-        (Seen("loaded", problem="n: no room"), None),
-        (LOADED, None),
-        (Seen("gone"), None),
+        (Seen("gone", problem="it was stopped", load=RUNNING), "it was stopped"),
+        (Seen("loaded", problem="m: no room", load=Load(M, "1", "failed")), "m: no room"),
+        (Seen("loaded", problem="n: no room", load=Load(M, "1", "failed")), "its load has failed there"),
+        (Seen("loaded", load=Load(M, "1", "called off")), "its load was called off there"),
+        (Seen("loading", load=Load(M, "2", "running")), "it has begun to load it anew"),
+        (HERE, "it has started anew"),
+        (Seen("loaded", load=DONE), None),
+        (Seen("gone", problem="it was stopped", load=DONE), None),
+        (Seen("loading", problem="m: of another one", load=Load("n", "2", "running")), None),
+        (Seen("gone", load=RUNNING), None),
+        (Seen(), None),
     ],
 )
-def test_one_that_has_given_up_is_not_waited_for(model: Model, then: Seen, said: str | None) -> None:
-    """If it was loading and says why it does so no more; one that is done, or silent, is no reason yet."""
-    elsewhere = Elsewhere(0, 10.0)
-    assert elsewhere.look([model], [HERE, then, LOADING], None, 0.0) is None  # of an earlier load
-    assert elsewhere.look([model], [HERE, LOADING, LOADING], None, 1.0) is None
-    why = f"node 1, which has ranks of it, loads it no more: {said}"
-    assert elsewhere.look([model], [HERE, then, LOADING], None, 2.0) == (None if said is None else (model, why))
+def test_one_that_has_given_up_is_not_waited_for(then: Seen, said: str | None) -> None:
+    """If its ranks ran, and are known not to have ended well; of one that is silent that is not known."""
+    here = Here()
+    assert here.sees(LOADING, LOADING, now=1.0) is None
+    why = None if said is None else f"node 1, which has ranks of it, loads it no more: {said}"
+    assert here.sees(then, LOADING, now=2.0) == why
+    assert here.sees(then, LOADING, now=3.0) is None  # said once
 
 
-def test_another_load_begins_anew(model: Model) -> None:
-    """What was seen of the nodes while nothing was loaded, or something else, does not count."""
-    elsewhere = Elsewhere(0, 10.0)
-    assert elsewhere.look([model], [HERE, LOADING, LOADED], None, 0.0) is None
-    model.called_off()
-    assert elsewhere.look([model], [HERE, LOADED, LOADED], None, 100.0) is None
-    assert elsewhere.sentence() is None
-    model.begin()
-    assert elsewhere.look([model], [HERE, Seen("gone", problem="it was stopped"), LOADED], None, 200.0) is None
+def test_an_earlier_load_there_is_no_matter() -> None:
+    """One which failed, or ended, before the load here began. One that fails after that counts, however fast."""
+    failed = Seen("loaded", problem="m: no room", load=EARLIER)
+    gone = Seen("gone", problem="it was stopped", load=RUNNING)
+    for before in ((failed, gone), ()):
+        here = Here(*before)
+        assert here.sees(failed, gone) is None
+    assert here.sees(Seen("loaded", problem="m: port", load=Load(M, "1", "failed")), gone) is not None
+    here = Here(WITHOUT, WITHOUT)
+    assert here.sees(Seen("loaded", load=Load(M, "1", "failed")), WITHOUT) is not None
 
 
-def test_what_failed_is_said_in_one_line(model: Model, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("others", "done"),
+    [
+        ((Seen("loaded", load=DONE), Seen("gone", load=DONE)), True),
+        ((Seen("loading", load=Load("n", "2", "running")), Seen("loaded", load=DONE)), True),
+        ((Seen("loaded", load=DONE), LOADING), False),
+        ((Seen("loaded", load=DONE), Seen("gone", load=RUNNING)), False),
+        ((Seen("loaded", load=DONE), Seen()), False),
+    ],
+)
+def test_a_load_is_over_when_all_that_took_part_are_done(others: tuple[Seen, Seen], done: bool) -> None:
+    """However long that of another node takes; one that has gone in the middle may have failed."""
+
+    async def scene() -> None:
+        here = Here()
+        here.sees(LOADING, LOADING)
+        assert await is_done(here, *others) == done
+
+    asyncio.run(scene())
+
+
+def test_who_does_not_take_part_is_not_waited_for_at_the_end() -> None:
+    """The ranks here have done without it."""
+
+    async def scene() -> None:
+        assert await is_done(Here(), HERE, WITHOUT)
+        assert await is_done(Here(), Seen(), Seen("gone", load=RUNNING))
+
+    asyncio.run(scene())
+
+
+def test_the_others_are_told_what_becomes_of_the_load() -> None:
+    """At each change; one that fails after it was done, too. Another one has another name."""
+
+    async def scene() -> None:
+        here = Here()
+        first = here.elsewhere.load
+        assert first is not None and (first.model, first.state, here.told) == (M, "running", 1)
+        assert await is_done(here, WITHOUT, WITHOUT)
+        assert here.elsewhere.load == Load(M, first.id, "done") and here.told == 2
+        here.elsewhere.end("done")
+        assert here.told == 2
+        here.elsewhere.begin("m", here.why.append)
+        here.elsewhere.stop_waiting()
+        await here.elsewhere.others_done()
+        here.elsewhere.end("failed")
+        last = here.elsewhere.load
+        assert last is not None and last.state == "failed" and last.id != first.id and here.told == 5
+
+    asyncio.run(scene())
+
+
+def test_without_a_load_nothing_is_given_up() -> None:
+    """Nor said."""
+    here = Here()
+    here.sees(LOADING, Seen())
+    here.elsewhere.end("called off")
+    assert here.sees(Seen("loaded", problem="m: no room", load=EARLIER), Seen(), now=100.0) is None
+    assert here.elsewhere.sentence() is None
+
+
+def test_what_failed_is_said_in_one_line(tmp_path: Path) -> None:
     """Of several models that one first for which other nodes wait."""
-    path = tmp_path / "other.toml"
-    path.write_text('[[model]]\nname = "alone"\ncheckpoint = "/a"\n')
-    alone = Model(load_config(path).models[0], ("host-0",))
+    made = []
+    for name, text in (
+        ("m", 'tensor_parallel = 3\npublisher = ["engine"]\n' + CLUSTER),
+        ("alone", ""),
+    ):
+        path = tmp_path / f"{name}.toml"
+        path.write_text(f'[[model]]\nname = "{name}"\ncheckpoint = "/m"\n{text}')
+        made.append(Model(load_config(path).models[0], ("host-0",)))
+    model, alone = made
     assert failure([alone, model]) is None
     alone.fail(alone.load_failed("x" * 1000))
     said = failure([alone, model])

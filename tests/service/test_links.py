@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -25,6 +26,12 @@ class End:
         self._wake = wake
         self._beats = beats
 
+    @property
+    def port(self) -> int:
+        """The one that its datagrams come from."""
+        assert self.link._transport is not None
+        return int(self.link._transport.get_extra_info("sockname")[1])
+
     def say(self, **fields: object) -> None:
         self._beats[0] = replace(self._beats[0], **fields)  # type: ignore[arg-type]
 
@@ -41,15 +48,17 @@ class End:
             return step
 
 
-def config(node: int, port: int, address: str = "127.0.0.1", nodes: int = 2) -> ClusterConfig:
-    return ClusterConfig(nodes=nodes, node_rank=node, master_addr=address, master_port=port, keep_alive=0.1)
+def config(node: int, port: int, address: str = "127.0.0.1", nodes: int = 2, keep_alive: float = 0.1) -> ClusterConfig:
+    return ClusterConfig(nodes=nodes, node_rank=node, master_addr=address, master_port=port, keep_alive=keep_alive)
 
 
 @asynccontextmanager
-async def end(node: int, port: int, nodes: int = 2, boot: str = "", address: str = "127.0.0.1") -> AsyncIterator[End]:
+async def end(
+    node: int, port: int, nodes: int = 2, boot: str = "", address: str = "127.0.0.1", keep_alive: float = 0.1
+) -> AsyncIterator[End]:
     wake = asyncio.Event()
     beats = [Beat(node, nodes, boot or f"boot{node}", "loaded", "d")]
-    link = await open_link(config(node, port, address, nodes), lambda: beats[0], wake.set)
+    link = await open_link(config(node, port, address, nodes, keep_alive), lambda: beats[0], wake.set)
     try:
         yield End(link, wake, beats)
     finally:
@@ -151,6 +160,47 @@ def test_who_starts_anew_was_gone() -> None:
                 )
                 assert step.nodes[1].state == "gone"
                 await both(first, second, lambda step: step.nodes[1].state == "loaded")
+
+    asyncio.run(meet())
+
+
+def test_who_was_there_first_keeps_its_number() -> None:
+    """A second service says that it is node 1: the first one has its place back after a moment, which is no restart of
+    it, and all agree anew. The second one is refused with where both are and what to do, and counts when the first one
+    has ended."""
+    told: list[str] = []  # by node 0 of node 1, each thing once
+
+    def note(step: Step) -> bool:
+        if step.nodes[1].problem not in (None, *told[-1:]):
+            told.append(step.nodes[1].problem)
+        return False
+
+    async def meet() -> None:
+        port, slow = free_port(), 0.3  # so that nobody is gone who has no processor for a moment
+        async with (
+            end(0, port, keep_alive=slow) as first,
+            end(1, port, keep_alive=slow) as one,
+            end(1, port, boot="rival", keep_alive=slow) as two,
+        ):
+            await both(first, one, lambda step: step.round == "boot0/1")
+            going_on = asyncio.create_task(one.until(lambda step: False))
+            try:
+                steps = await both(first, two, lambda step: note(step) or step.refusal is not None)
+            finally:
+                going_on.cancel()
+            refusal = steps[0].refusal or ""
+            assert steps[1].refusal == f"node 0 refuses this one: {refusal}"
+            pattern = r"two services say that they are node 1: the one at 127\.0\.0\.1:(\d+) counts, the one at "
+            pattern += r"127\.0\.0\.1:(\d+) does not; stop one of them, or correct its node_rank"
+            assert (found := re.fullmatch(pattern, refusal)) is not None
+            assert [int(item) for item in found.groups()] == [one.port, two.port]
+            assert told == ["it has started anew", "another service has said that it is this node"]
+            steps = await both(first, one, lambda step: step.round != "" and step.nodes[1].state == "loaded")
+            assert steps[0].round == steps[1].round != "boot0/1"
+            one.link.close()
+            agreed = steps[0].round
+            steps = await both(first, two, lambda step: step.round not in ("", "boot0/1", "boot0/2", agreed))
+            assert steps[0].round == steps[1].round
 
     asyncio.run(meet())
 

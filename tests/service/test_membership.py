@@ -19,6 +19,7 @@ from weightcached.service.membership import (
     VIEW_BYTES,
     Beat,
     Datagrams,
+    Load,
     Members,
     Seen,
     View,
@@ -30,7 +31,8 @@ from weightcached.service.membership import (
 )
 
 ID = cluster_id(29650)
-BEAT = Beat(node=1, nodes=2, boot="b1", state="loaded", digest="d")
+BEAT = Beat(node=1, nodes=2, boot="b1", state="loaded", digest="d", load=Load.of("m"))
+LOAD = asdict(Load.of("m"))
 OWN = replace(BEAT, node=0, boot="b0")
 VIEW = View("b0", 3, (Seen("loaded", "10.0.0.1", 0.0), Seen("gone", "10.0.0.2", 1.5, "it was stopped")), number=9)
 KEEP = 5.0
@@ -53,14 +55,14 @@ def test_a_datagram_is_read_as_it_was_written() -> None:
 
 def test_what_is_too_large_is_said_shorter() -> None:
     """A view of as many nodes as there may be, each with its problem, is one datagram; so is a beat in any language."""
-    many = tuple(
-        Seen("gone", "2001:db8:1111:2222:3333:4444:5555:6666", 12345.6, "x" * PROBLEM_CHARS) for _ in range(MAX_NODES)
-    )
+    load = replace(Load.of("m" * 128), state="called off")
+    where = "2001:db8:1111:2222:3333:4444:5555:6666"
+    many = (Seen("gone", where, 12345.6, "x" * PROBLEM_CHARS, load),) * MAX_NODES
     data = encode(ID, View("b0" * 8, 1 << 40, many))
     assert len(data) <= VIEW_BYTES
     found = Datagrams(ID, MAX_NODES).view(data)
     assert found is not None and found.nodes == tuple(replace(item, problem=None) for item in many)
-    beat = replace(BEAT, problem="\U0001f600" * (PROBLEM_CHARS - 1) + "\udcff")
+    beat = replace(BEAT, problem="\U0001f600" * (PROBLEM_CHARS - 1) + "\udcff", load=load)
     found_beat = Datagrams(ID, 2).beat(encode(ID, beat))
     assert found_beat is not None and found_beat.problem == "\U0001f600" * (PROBLEM_CHARS - 1) + "?"
 
@@ -89,8 +91,13 @@ def test_what_is_too_large_is_said_shorter() -> None:
         changed(encode(ID, BEAT), "beat", problem="x" * (PROBLEM_CHARS + 1)),
         changed(encode(ID, BEAT), "beat", problem="x" * BEAT_BYTES),
         json.dumps({"cluster": ID, "beat": {"node": 1}}).encode(),
+        changed(encode(ID, BEAT), "beat", load="m"),
+        changed(encode(ID, BEAT), "beat", load={**LOAD, "model": "x" * 65}),
+        changed(encode(ID, BEAT), "beat", load={**LOAD, "id": "\n"}),
+        changed(encode(ID, BEAT), "beat", load={**LOAD, "state": "lost"}),
+        changed(encode(ID, BEAT), "beat", load={"model": "m"}),
     ],
-    ids=range(21),
+    ids=range(26),
 )
 def test_a_beat_that_is_none_is_dropped_and_counted(data: bytes) -> None:
     """Whatever is in it: nothing raises, and nothing of it is used."""
@@ -117,8 +124,9 @@ def test_a_beat_that_is_none_is_dropped_and_counted(data: bytes) -> None:
         {"nodes": [{**asdict(Seen()), "address": "1" * 1000}] * 2},
         {"nodes": [{**asdict(Seen()), "address": "a\nb"}] * 2},
         {"nodes": [{**asdict(Seen()), "problem": "x" * (PROBLEM_CHARS + 1)}] * 2},
+        {"nodes": [{**asdict(Seen()), "load": {**LOAD, "state": 1}}] * 2},
     ],
-    ids=range(15),
+    ids=range(16),
 )
 def test_a_view_that_is_none_is_dropped_and_counted(fields: dict[str, Any]) -> None:
     """As with beats; a view of another number of nodes is none."""
@@ -159,7 +167,7 @@ def members() -> Members:
 def test_a_node_is_gone_after_three_missed_signs_of_life(members: Members) -> None:
     """Until then it is what it said, with its age; heard again it is back."""
     last = MISSED * KEEP
-    assert members.seen(last)[1] == Seen("loaded", "10.0.0.2", last)
+    assert members.seen(last)[1] == Seen("loaded", "10.0.0.2", last, load=BEAT.load)
     assert members.seen(last + 0.1)[1].state == "gone"
     members.heard(replace(BEAT, number=1), ("10.0.0.2", 2), last + 1)
     assert members.seen(last + 1)[1].state == "loaded"
@@ -168,7 +176,7 @@ def test_a_node_is_gone_after_three_missed_signs_of_life(members: Members) -> No
 def test_a_node_that_says_that_it_leaves_is_gone_at_once(members: Members) -> None:
     """With the reason that it gives."""
     members.heard(replace(BEAT, state="leaving", problem="it was stopped"), ("10.0.0.2", 2), 1.0)
-    assert members.seen(1.0)[1] == Seen("gone", "10.0.0.2", 0.0, "it was stopped")
+    assert members.seen(1.0)[1] == Seen("gone", "10.0.0.2", 0.0, "it was stopped", BEAT.load)
 
 
 def test_a_round_begins_when_all_are_loaded(members: Members) -> None:
@@ -206,12 +214,59 @@ def test_what_was_overtaken_is_not_taken_in(members: Members) -> None:
     assert members.seen(2.0)[1].age == 1.0
 
 
-def test_a_process_that_was_replaced_is_refused(members: Members) -> None:
-    """Two that say that they are one node: the later one counts, the earlier one is told where the other is."""
+def test_a_process_that_goes_on_keeps_its_number(members: Members) -> None:
+    """Of two that say that they are one node the first one counts, once it is seen that its beats go on; the other one
+    is told so, with both addresses, until the first one leaves. Each change is agreed on anew."""
+    one, two = ("10.0.0.2", 40002), ("2001:db8::3", 40003, 0, 0)
+    rival = replace(BEAT, boot="b2")
+    said = (
+        "two services say that they are node 1: the one at 10.0.0.2:40002 counts, the one at [2001:db8::3]:40003 does "
+        "not; stop one of them, or correct its node_rank"
+    )
+    assert members.next_round(0.5) == 1
+    assert members.heard(rival, two, 1.0) is None
+    assert (members.boot_of(1), members.seen(1.0)[1].address, members.next_round(1.0)) == ("b2", "2001:db8::3", 2)
+    assert members.heard(replace(BEAT, number=7), one, 2.0) is None
+    assert members.boot_of(1) == "b2"
+    assert members.heard(replace(BEAT, number=8), one, 1.0 + KEEP) is None
+    assert (members.boot_of(1), members.seen(6.0)[1].address, members.next_round(6.0)) == ("b1", "10.0.0.2", 3)
+    assert members.heard(replace(rival, number=1), two, 7.0) == said
+    assert members.heard(replace(rival, number=2), two, 8.0) == said
+    assert (members.boot_of(1), members.next_round(8.0)) == ("b1", 3)
+    members.heard(replace(BEAT, number=9, state="leaving", problem="it was stopped"), one, 9.0)
+    assert members.seen(9.0)[1].problem == "it was stopped"
+    assert members.heard(replace(rival, number=3), two, 10.0) is None
+    assert (members.boot_of(1), members.addresses(), members.next_round(10.0)) == ("b2", [(1, two)], 4)
+
+
+def test_a_late_datagram_changes_nothing(members: Members) -> None:
+    """One of a process that has ended, which comes after its successor was heard, is not even a reason to refuse."""
+    members.heard(replace(BEAT, boot="b2"), ("10.0.0.2", 3), 1.0)
+    before = members.seen(2.0), members.next_round(2.0)
+    late = replace(BEAT, number=7, digest="old", state="leaving", problem="it was stopped")
+    assert members.heard(late, ("10.0.0.2", 2), 2.0) is None
+    assert (members.seen(2.0), members.next_round(2.0)) == before
+    assert members.addresses() == [(1, ("10.0.0.2", 3))]
+
+
+def test_what_the_refused_are_told_fits_into_a_view() -> None:
+    """With the longest addresses and the largest node."""
+    many = Members(MAX_NODES, KEEP)
+    beat = replace(BEAT, node=MAX_NODES - 1, nodes=MAX_NODES)
+    one, two = [(f"2001:db8:1111:2222:3333:4444:5555:{end}%{'x' * 15}", 65535, 0, 0) for end in (6666, 7777)]
+    many.heard(beat, one, 0.0)
+    many.heard(replace(beat, boot="b2"), two, 1.0)
+    many.heard(replace(beat, number=1), one, 1.0 + KEEP)
+    refused = many.heard(replace(beat, boot="b2", number=1), two, 7.0)
+    assert refused is not None and refused.endswith("correct its node_rank")
+    assert Datagrams(ID, MAX_NODES).view(encode(ID, View("b0", 0, (), refused=refused))) is not None
+
+
+def test_it_is_known_who_was_heard(members: Members) -> None:
+    """By node and boot, whether or not it counts."""
     members.heard(replace(BEAT, boot="b2"), ("10.0.0.3", 2), 1.0)
-    refused = members.heard(replace(BEAT, number=7), ("10.0.0.2", 2), 2.0)
-    assert refused == "two services say that they are node 1; the other one is at 10.0.0.3"
-    assert members.seen(2.0)[1].address == "10.0.0.3"
+    assert [members.has_heard(1, boot) for boot in ("b1", "b2", "b3")] == [True, True, False]
+    assert not members.has_heard(7, "b1")
 
 
 def test_another_number_of_nodes_is_refused(members: Members) -> None:
@@ -276,7 +331,7 @@ def test_a_start_says_who_is_not_there(states: list[Any], me: int, refusal: str 
     assert found == said or (found.startswith(said) and said.endswith("its"))
 
 
-@pytest.mark.parametrize("module", ["membership", "links", "cluster", "rounds", "agreement"])
+@pytest.mark.parametrize("module", ["membership", "place", "links", "cluster", "rounds", "agreement"])
 def test_no_clock_is_compared_with_another_nodes(module: str) -> None:
     """Skewed and stepped clocks have no effect: none but the monotonic one is read, and what is sent are ages."""
     text = (Path(membership.__file__).with_name(f"{module}.py")).read_text()

@@ -186,8 +186,8 @@ def test_a_failure_half_way_names_the_rank() -> None:
 
 @pytest.mark.parametrize("devices", [("host-0",), ("host-0", "host-1")])
 def test_a_publisher_that_fails_after_all_is_published(devices: tuple[str, ...]) -> None:
-    """What it has published counts no more, is named to who evicts it, and is not given out by name where somebody uses
-    it; what others have published stays, and so does what was there before it published."""
+    """What it has published counts no more, and is named to who evicts it, whoever uses it; what others have published
+    stays, and so does what was there before it published. Several ranks are not whole until the next load."""
     model = Model(config(tensor_parallel=len(devices), publisher=["engine"]), devices)
     load(model)
     for place, device in enumerate(devices):
@@ -203,7 +203,8 @@ def test_a_publisher_that_fails_after_all_is_published(devices: tuple[str, ...])
     assert model.state == "loading"
     late = model.load_failed("the publisher of rank 0 ended by exit status 1")
     assert model.fail(late, own=set(devices)) == [(device, 7 + place) for place, device in enumerate(devices)]
-    assert (model.state, model.ranks_cached, model.nbytes, model.whole) == ("failed", 0, 0, False)
+    assert (model.state, model.ranks_cached, model.nbytes) == ("failed", 0, 0)
+    assert model.whole == (len(devices) == 1)
     assert "generation 7 on host-0" in str(model.error)
     assert str(model.error).endswith(", is evicted again: the publisher of rank 0 ended by exit status 1")
     load(model)
@@ -289,12 +290,18 @@ def test_a_digest_is_of_the_whole_spec() -> None:
 
 
 def test_the_summary_is_one_line_for_all() -> None:
-    """What loads comes first, then what is served and how much, then what failed."""
+    """What loads comes first, then what is served and how much, then what is cached but not given out, or failed."""
     loading, there, broken = new(name="big"), new(), new(name="broken")
     load(loading)
     cached(there)
     failed(broken)
     text = "loading big, reading its headers; serving m (1 of 3 models, 0.0 GB); failed: broken"
+    assert summary([loading, there, broken]) == text
+    there.held_back = HeldBack("the nodes have not agreed", final=False)
+    text = "loading big, reading its headers; serving nothing yet (0 of 3 models, 0.0 GB); held back: m; failed: broken"
+    assert summary([loading, there, broken]) == text
+    for model in (loading, broken):  # they have nothing to hold back
+        model.held_back = there.held_back
     assert summary([loading, there, broken]) == text
     assert summary([]) == "serving nothing yet (0 of 0 models, 0.0 GB)"
 
@@ -377,7 +384,7 @@ def test_a_publisher_is_loading_until_it_has_ended(steps: Steps, state: str) -> 
 def test_the_worker_is_told_state_progress_and_reason() -> None:
     """What a client hears while the model is not there, and what may be evicted for others."""
     model = new()
-    said = {"state": "absent", "progress": 0.0, "reason": None, "whole": True}
+    said = {"state": "absent", "progress": 0.0, "reason": None, "whole": True, "spec": None}
     evictable = {"retry": False, "pin": False, "keep": False, "replace": "beside"}
     assert model.for_worker() == {**said, **evictable}
     failed(model)
@@ -562,11 +569,45 @@ def test_a_model_that_is_held_back_is_given_out_to_nobody_by_name() -> None:
     assert not model.given_out and model.whole
     told = model.for_worker()
     assert (told["whole"], told["state"], told["reason"]) == (False, "loading", "not agreed on yet")
+    assert told["held_back"] is True
     model.held_back = HeldBack("the nodes differ", final=True)
     told = model.for_worker()
     assert (told["whole"], told["state"], told["reason"], told["retry"]) == (False, "failed", "the nodes differ", False)
     assert told["replace"] == "beside"
     assert (model.describe()["state"], model.describe()["held_back"]) == ("cached", "the nodes differ")
+
+
+def test_a_failed_load_beside_it_does_not_hide_that_a_model_is_held_back() -> None:
+    """The generation before stays cached: that it is not given out is what its clients are to know."""
+    model = new()
+    cached(model)
+    load(model)
+    model.fail(ERROR)
+    model.held_back = HeldBack("not agreed on yet", final=False)
+    told = model.for_worker()
+    assert (told["state"], told["reason"], told["held_back"]) == ("loading", "not agreed on yet", True)
+
+
+def test_a_model_that_is_not_there_is_not_held_back() -> None:
+    """It is loading, absent or failed, which comes first."""
+    model = new()
+    model.held_back = HeldBack("not agreed on yet", final=False)
+    for state in ("absent", "loading"):
+        told = model.for_worker()
+        assert (told["state"], told["reason"], "held_back" in told) == (state, None, False)
+        load(model)
+
+
+def test_other_devices_are_told_where_a_model_belongs() -> None:
+    """And by which load alone the service publishes; with several ranks also which of them is where."""
+    model = new()
+    assert model.for_others() == {"belongs": ["host-0"], "spec": None}
+    model.begin()
+    assert model.for_others() == {"belongs": ["host-0"], "spec": model.spec.digest}
+    model = pair()
+    told = model.for_others()
+    assert told["belongs"] == ["host-0", "host-1"] and told["spec"] == model.for_worker()["spec"]
+    assert told["group"] == model.for_worker()["group"]
 
 
 def test_a_spec_says_which_ranks_are_here() -> None:

@@ -114,7 +114,7 @@ def test_a_start_that_waits_for_it_fails_with_the_reason(start_service: StartSer
     command = 'publisher = ["/no/such/program"]'
     service = start_service(HOST + model("bad", checkpoint, command))
     assert service.wait() == 1
-    assert "its publisher /no/such/program cannot be started: No such file or directory" in service.log
+    assert "/no/such/program cannot be started: No such file or directory" in service.log
     service.stop(1)
 
 

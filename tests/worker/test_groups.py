@@ -108,9 +108,40 @@ def test_only_who_waits_has_a_slicing_loaded() -> None:
     assert groups.absent_now(absent, asked, asked, {"group": MANY}) is absent
 
 
+def test_a_device_of_other_models_is_no_place_for_a_slicing() -> None:
+    """What is asked for there is looked for as it is: an engine may have published it under this very name."""
+    wanted = ask(tensor_parallel_size=2, tensor_parallel_rank=1)
+    assert groups.meant(wanted, {"group": MANY}, "GPU-1") is wanted
+
+
+def elsewhere(state: dict[str, Any], **key: Any) -> str | None:
+    """What who asks host-9 is told."""
+    error = groups.elsewhere(ask(**key), state, "host-9")
+    return None if error is None else str(error)
+
+
+def test_a_device_without_a_rank_names_those_that_have_them() -> None:
+    """One for the whole model; the rank's own, where the key says which; that it is on another node."""
+    said = "m belongs on host-0, and is not on host-9; attach it with device='host-0'"
+    assert elsewhere({"belongs": ["host-0"]}) == said
+    assert elsewhere({"belongs": ["host-0"], "group": MANY}, tensor_parallel_size=1) == said
+    two = {"belongs": ["host-0", "host-1"], "group": TWO}
+    said = "m belongs on host-0, host-1, and is not on host-9; attach "
+    assert elsewhere(two) == said + "rank 0 with device='host-0', and so on in this order"
+    assert elsewhere(two, tensor_parallel_size=1) == elsewhere(two)
+    ranks = [{"tensor_parallel_size": 2, "tensor_parallel_rank": rank} for rank in (0, 1)]
+    assert elsewhere(two, **ranks[1]) == said + "tensor parallel rank 1 of 2 with device='host-1'"
+    node = {"belongs": ["host-0"], "group": {**TWO, "ranks": ["host-0"], "first": 1}}
+    assert str(elsewhere(node, **ranks[1])).endswith("attach tensor parallel rank 1 of 2 with device='host-0'")
+    assert str(elsewhere(node, **ranks[0])).endswith("; tensor parallel rank 0 of 2 is on another node")
+    for state in ({}, {"state": "absent", "group": TWO}, {"belongs": []}):
+        assert elsewhere(state) is None
+
+
 def test_what_may_be_made() -> None:
-    """A slicing of a model that has somewhere to put it, unless the service has named it already."""
+    """A slicing of a model that has somewhere to put it, which this device is, unless the service has named it."""
     states: dict[str, dict[str, Any]] = {"m": {"group": MANY}, "n": {"group": TWO}, "o": {}}
-    assert groups.may_be_made("m.tp2", states)
-    assert not any(groups.may_be_made(name, states) for name in ("m", "n.tp2", "o.tp2", "p.tp2"))
-    assert not groups.may_be_made("m.tp2", {**states, "m.tp2": {"state": "failed"}})
+    assert groups.may_be_made("m.tp2", states, "host-0")
+    assert not any(groups.may_be_made(name, states, "host-0") for name in ("m", "n.tp2", "o.tp2", "p.tp2"))
+    assert not groups.may_be_made("m.tp2", {**states, "m.tp2": {"state": "failed"}}, "host-0")
+    assert not groups.may_be_made("m.tp2", states, "GPU-1")

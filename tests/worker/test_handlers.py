@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -374,6 +374,78 @@ class TestInPart:
         with worker.client() as client:
             client.send({"op": "attach", "model": "again", "wait": 30})
             assert worker.heard() == {"wanted": {"model": "again"}}
+
+
+class TestHeldBack:
+    """A model that is cached, and that the nodes of a cluster have not agreed on."""
+
+    STATE: ClassVar[dict[str, Any]] = {"state": "loading", "progress": 1.0, "whole": False, "held_back": True}
+
+    def test_who_does_not_wait_has_the_reason(self, worker: WorkerProcess) -> None:
+        """It is cached, not loading: waiting is no way out as long as a node is missing."""
+        worker.publish("kept-back")
+        worker.tell({"models": {"kept-back": {**self.STATE, "reason": "node 1 is missing"}}})
+        with worker.client() as client:
+            error = client.refused({"op": "attach", "model": "kept-back"})
+            assert (error["code"], error["fields"]["reason"]) == ("model-held-back", "node 1 is missing")
+            assert "kept-back is cached on host-0 but not given out: node 1 is missing; " in error["message"]
+            assert bytes_of(attach(client, "kept-back", key={"content": "c0ffee"})[1]) == b"x" * 256
+
+    def test_who_waits_hears_of_each_reason(self, worker: WorkerProcess) -> None:
+        """At once, when it changes, and with the end of the wait."""
+        worker.publish("kept-waiting")
+        worker.tell({"models": {"kept-waiting": {**self.STATE, "reason": "node 1 is missing"}}})
+        with worker.client() as client:
+            client.send({"op": "attach", "model": "kept-waiting", "wait": 0.5})
+            begun = wait_begins(client)
+            assert (begun["state"], begun["held_back"], begun["reason"]) == ("loading", True, "node 1 is missing")
+            worker.tell({"models": {"kept-waiting": {**self.STATE, "reason": "node 1 is loading"}}})
+            assert wait_begins(client)["reason"] == "node 1 is loading"
+            error = answer(client)[0]["error"]
+            assert error["code"] == "timed-out"
+            assert "is cached on host-0 but not given out: node 1 is loading; " in error["message"]
+
+
+class TestElsewhere:
+    """A model of the config none of whose ranks is on this device."""
+
+    STATE: ClassVar[dict[str, Any]] = {"belongs": ["host-1"], "spec": "now"}
+
+    def test_who_asks_is_told_where_it_belongs(self, worker: WorkerProcess) -> None:
+        """At once, whether it waits or not; the service need not hear of that."""
+        worker.tell({"models": {"away": self.STATE}})
+        with worker.client() as client:
+            for wait in (0, 30):
+                error = client.refused({"op": "attach", "model": "away", "wait": wait})
+                assert (error["code"], error["fields"]["devices"]) == ("model-elsewhere", ["host-1"])
+                assert error["message"] == (
+                    "away belongs on host-1, and is not on host-0; attach it with device='host-1'"
+                )
+            assert "away" not in client.refused({"op": "attach", "model": "nothing"})["fields"]["known"]
+
+    def test_who_waits_already_is_told_when_the_service_knows(self, worker: WorkerProcess) -> None:
+        """It asked before the service had named its models, or the model has moved."""
+        worker.tell({"models": {}})
+        with worker.client() as client:
+            client.send({"op": "attach", "model": "moved", "wait": 30})
+            worker.status()
+            worker.tell({"models": {"moved": self.STATE}})
+            assert answer(client)[0]["error"]["code"] == "model-elsewhere"
+
+    def test_what_an_engine_has_published_there_is_given_out(self, worker: WorkerProcess) -> None:
+        """By its own key, as on any device; who asks while it is on its way gets it too."""
+        worker.tell({"models": {"by-an-engine": self.STATE}})
+        with worker.client() as waiting, worker.client() as publisher:
+            generation = publisher.ask({"op": "reserve", "model": "by-an-engine", "nbytes": 4})["generation"]
+            waiting.send({"op": "attach", "model": "by-an-engine", "wait": 30})
+            assert wait_begins(waiting)["state"] is None
+            with shard("by-an-engine", generation, b"data") as fds:
+                publisher.send({"op": "publish"}, [fd.fileno() for fd in fds])
+            worker.hold()[1].close()
+            assert bytes_of(answer(waiting)[1]) == b"data"
+        with worker.client() as client:
+            assert bytes_of(attach(client, "by-an-engine", key={"dtype": "uint8"})[1]) == b"data"
+        wait_until(worker, "by-an-engine", 0)
 
 
 CREATED = "2026-01-01T00:00:00+00:00"  # of every shard that the tests publish
@@ -757,6 +829,28 @@ def test_a_bad_publish_changes_nothing(worker: WorkerProcess, name: str) -> None
     with worker.client() as client:
         assert bytes_of(attach(client, model)[1]) == b"good"
     wait_until(worker, model, 0)
+
+
+def test_a_publish_of_another_load_changes_nothing(worker: WorkerProcess) -> None:
+    """A publisher that has outlived its service, or its load: refused with what to do, what is cached stays, its room
+    is free again. The load that is under way, and an engine, may publish."""
+    worker.publish("meant", b"good")
+    with worker.client() as client:
+        held = client.ask({"op": "status"})["held"]
+        for state in ({"state": "failed", "spec": None}, {"state": "loading", "spec": "now"}):
+            worker.tell({"models": {"meant": state}})
+            generation = client.ask({"op": "reserve", "model": "meant", "nbytes": 4})["generation"]
+            with shard("meant", generation, b"old!", attributes={"spec": "before"}) as fds:
+                error = client.refused({"op": "publish"}, [fd.fileno() for fd in fds])
+            assert error["code"] == "load-failed"
+            assert "for a load of spec before" in error["message"] and "weightcachectl load meant" in error["message"]
+            assert client.ask({"op": "status"})["held"] == held
+        assert bytes_of(attach(client, "meant")[1]) == b"good"
+    wait_until(worker, "meant", 0)
+    worker.publish("meant", b"next", attributes={"spec": "now"})
+    worker.dropped()
+    worker.publish("meant", b"own!")
+    worker.dropped()
 
 
 class TestEvict:

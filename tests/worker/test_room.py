@@ -184,6 +184,36 @@ class TestUnneeded:
             assert [shard["generation"] for shard in worker.shards("rank")] == [new]
 
 
+class TestWithdrawn:
+    """The load that published a shard has failed."""
+
+    def test_who_has_it_keeps_it_and_nobody_else_gets_it(self, worker: WorkerProcess) -> None:
+        """It drains as with a forced eviction, whatever who asks names; subscribers hear why."""
+        generation = worker.publish("failed", b"data")
+        with worker.client() as holder, worker.client() as watcher:
+            holder.ask({"op": "attach", "model": "failed"})
+            watcher.ask({"op": "subscribe"})
+            worker.tell({"withdrawn": {"model": "failed", "generation": generation, "reason": "its load failed"}})
+            assert worker.dropped() == ("failed", generation)
+            event = (watcher.receive() or {})["event"]
+            assert (event["what"], event["reason"]) == ("evicted", "its load failed")
+            (found,) = worker.shards("failed")
+            assert (found["state"], len(found["leases"])) == ("draining", 1)
+            for key in ({}, {"content": "c0ffee"}):
+                assert watcher.refused({"op": "attach", "model": "failed", "key": key})["code"] == "no-such-model"
+
+    def test_an_idle_one_goes_and_a_newer_one_stays(self, worker: WorkerProcess) -> None:
+        """Only the generation of that load is meant."""
+        old = worker.publish("failed")
+        new = worker.publish("failed")
+        worker.dropped()
+        worker.tell({"withdrawn": {"model": "failed", "generation": old, "reason": "its load failed"}})
+        assert [shard["generation"] for shard in worker.shards("failed")] == [new]
+        worker.tell({"withdrawn": {"model": "failed", "generation": new, "reason": "its load failed"}})
+        assert worker.dropped() == ("failed", new)
+        assert worker.shards("failed") == []
+
+
 class Book:
     """A `Room` in this process, on a device whose memory the test sets; what was evicted, and for whom."""
 

@@ -42,6 +42,11 @@ def shard_notes(shard: Mapping[str, Any]) -> str:
     return (", pinned" if shard.get("pin") else "") + (f", digest {digest}" if digest != "known" else "")
 
 
+def held_back(model: Mapping[str, Any]) -> str | None:
+    """Why a model of a status, whose ranks are all cached, is given to nobody by its name; None for any other one."""
+    return model.get("held_back") if model and model["ranks_cached"] == model["ranks"] else None
+
+
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Collection[str] = ()) -> None:
     """Prints a table to stdout; columns named in `right` are aligned right.
 
@@ -91,11 +96,12 @@ def cluster_lines(cluster: dict[str, Any] | None) -> list[str]:
     lines = [f"cluster: {which}, {agreed}{problem}"]
     for node in cluster["nodes"]:
         absent = node.get("absent", ())
-        ranks = ", ".join(
-            f"{model} {_rank_range(*pair)}{' (not cached)' if model in absent else ''}"
-            for model, pair in node["ranks"].items()
-        )
         here = node["node"] == cluster["node"]
+        # Of the others it is what they said when all met last.
+        since = " (not cached)" if here or cluster["agreed"] else " (not cached when the nodes met last)"
+        ranks = ", ".join(
+            f"{model} {_rank_range(*pair)}{since if model in absent else ''}" for model, pair in node["ranks"].items()
+        )
         seen = "" if here or node["seen"] is None else f", seen {node['seen']:.0f} s ago"
         where = "this one" if here else node["address"] or "no address known"
         reason = f": {node['problem']}" if node["problem"] else ""

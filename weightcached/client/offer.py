@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CheckpointChanged, EngineError
 from ..shard.key import KEY_FIELDS, STAT_CONTENT, ShardKey
 from ..shard.manifest import Scalar, SourceFile, TensorTable, changed_files, is_scalar
+from ..text import MODEL_NAME
 from .modules import NamedTensor, held_tensors, named_tensors
 from .storages import Plan, Private, is_text, plan_storages
 from .target import Target, resolve
@@ -66,6 +67,9 @@ def make_offer(
     attributes: Mapping[str, Scalar] | None,
 ) -> Offer:
     """The arguments of `publish`, checked. `EngineError` for what cannot be carried, `CheckpointChanged`."""
+    if str(name) != name or not MODEL_NAME.fullmatch(name):
+        allowed = "1 to 128 letters, digits, dots, underscores and dashes, the first no dot or dash"
+        raise EngineError(problem=f"the name {name!r} is none for a model: {allowed}")
     scalars = _checked(attributes or {})
     named = _named(torch, tensors, tensor_attributes)
     read = _files(checkpoint, files)
@@ -97,6 +101,8 @@ def _named(torch: Any, tensors: Any, tensor_attributes: Iterable[str]) -> list[N
         return named_tensors(tensors, tensor_attributes)
     if listed := list(tensor_attributes):
         raise EngineError(problem=f"tensor attributes {', '.join(listed)} of a mapping, which has none")
+    if not isinstance(tensors, Mapping):
+        raise EngineError(problem=f"{type(tensors).__name__} is neither a module nor a mapping of tensors")
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise EngineError(problem=f"{name!r} is {type(tensor).__name__}, and is to be a tensor by its name")

@@ -41,7 +41,9 @@ class WaitLog:
     def event(self, event: dict[str, Any]) -> None:
         """A worker's word on the model that is waited for."""
         state, progress = event.get("state"), event.get("progress")
-        if state == "loading" and isinstance(progress, int | float):
+        if event.get("held_back"):
+            self.because(f"it is cached, but not given out: {event.get('reason')}")
+        elif state == "loading" and isinstance(progress, int | float):
             self.because(f"loading {100 * progress:.0f} %")
         elif state in _STATES:
             self.because(_STATES[state])

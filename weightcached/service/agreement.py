@@ -16,8 +16,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from .. import __version__
 from ..checkpoint.digest import json_digest
@@ -25,29 +25,46 @@ from ..config_cluster import ClusterConfig
 from ..errors import ProtocolError
 from ..shard.key import FORMAT_VERSION, STAT_CONTENT
 from ..shard.manifest import SCHEMA
-from ..text import MODEL_NAME
+from ..text import MODEL_NAME, cut_middle
 from ..wire.messages import PROTOCOL
-from .membership import is_count
+from .membership import Seen, is_count, missing_nodes
 from .models import Model
 
 SHOWN = 80  # characters of a value in a sentence
 SHOWN_VALUES = 8  # of one field in a sentence
 SHOWN_NODES = 16  # that have one value
 SHOWN_DIFFERENCES = 8
+REASON_CHARS = 500  # of why the nodes have not agreed
+_REASON_HEAD = 400  # of those of one that is too long; the others are its end
 _DEPTH = 8  # of objects and lists in a description, which has five
 _FIELD = re.compile(r"\w{1,64}", re.ASCII)
 
 Description = dict[str, Any]
+Kind = Literal["software", "cluster", "settings", "files", "made"]
+_NEXT_STEP: dict[Kind, str] = {
+    "software": "install the same version on the nodes that differ, and restart the service there",
+    "cluster": "make [cluster] the same in the configs of the nodes that differ, and restart the service there",
+    "settings": "make [[model]] the same in the configs of the nodes that differ, then `weightcachectl reload` there, "
+    "or start the service again",
+    "files": "put the same files on the nodes that differ, then `weightcachectl reload` there, or start the service "
+    "again",
+    "made": "have it made by the same engine on the nodes that differ: `weightcachectl evict` it there, then "
+    "`weightcachectl load` it",
+}
+_OF_FILES = ("content", "config", "revision", "architecture", "quantization", "quantization_digest")  # of a key
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A field in which nodes differ. `model` is None where it is of the nodes as a whole; `values` by node."""
+    """A field in which nodes differ. `model` is None where it is of the nodes as a whole; `values` by node.
+
+    `kind` is where the field comes from: "made" is who has published what is cached.
+    """
 
     model: str | None
     field: str
     values: Mapping[int, Any]
-    of_software: bool = False
+    kind: Kind
 
     def __str__(self) -> str:
         """ "m: content is "1a" on node 0 and "2b" on nodes 1, 2"; of bounded length, whatever the nodes sent."""
@@ -66,15 +83,29 @@ class Difference:
         Another version of the software concerns every model: its rules may cut a model otherwise, and a shard does not
         say which version's rules have cut it.
         """
-        return self.of_software or self.model == model
+        return self.kind == "software" or self.model == model
 
 
 def describe_differences(found: Sequence[Difference]) -> str:
-    """One sentence, with SHOWN_DIFFERENCES of them at most."""
+    """One sentence, with SHOWN_DIFFERENCES of them at most, and what to do about each kind."""
     parts = list(map(str, found[:SHOWN_DIFFERENCES]))
     if len(found) > SHOWN_DIFFERENCES:
         parts.append(f"and {len(found) - SHOWN_DIFFERENCES} more")
-    return "the nodes differ: " + "; ".join(parts)
+    next_steps = dict.fromkeys(_NEXT_STEP[item.kind] for item in found)
+    return "the nodes differ: " + "; ".join([*parts, *next_steps])
+
+
+def not_agreed(nodes: Sequence[Seen], me: int, refusal: str | None, problem: str | None) -> str:
+    """Why a model is not given out that the nodes have not agreed on. The same as long as no node's state changes.
+
+    `me`: the number of this node. `refusal`: why a node is not counted. `problem`: of the last attempt to agree.
+    """
+    missing = missing_nodes(nodes, me, refusal)
+    loading = [node for node, item in enumerate(nodes) if item.state == "loading"]
+    why = [f"missing: {missing}"] if missing else []
+    why += [f"still loading: {_nodes(loading)}"] if loading else []
+    parts = ["the nodes of the cluster have not agreed on it yet", *(why or filter(None, [refusal or problem]))]
+    return cut_middle("; ".join(parts), REASON_CHARS, _REASON_HEAD)
 
 
 def describe(cluster: ClusterConfig, models: Iterable[Model]) -> Description:
@@ -179,30 +210,31 @@ def differences(descriptions: Sequence[Description]) -> list[Difference]:
     """
     nodes = dict(enumerate(descriptions))
     found: list[Difference] = []
-    software = _fields(None, {node: item["software"] for node, item in nodes.items()})
-    found += [replace(item, of_software=True) for item in software]
-    found += _fields(None, {node: item["cluster"] for node, item in nodes.items()})
+    found += _fields("software", None, {node: item["software"] for node, item in nodes.items()})
+    found += _fields("cluster", None, {node: item["cluster"] for node, item in nodes.items()})
     names = list(dict.fromkeys(name for item in descriptions for name in item["models"]))
     for name in names:
         models = {node: item["models"][name] for node, item in nodes.items() if name in item["models"]}
         if len(models) < len(nodes):
             there = {node: "configured" if node in models else "not configured" for node in nodes}
-            found.append(Difference(name, "the model", there))
+            found.append(Difference(name, "the model", there, "settings"))
             continue
-        found += _fields(name, {node: item["settings"] for node, item in models.items()})
-        found += _fields(name, {node: _known(item["key"]) for node, item in models.items() if item["key"] is not None})
+        found += _fields("settings", name, {node: item["settings"] for node, item in models.items()})
+        keys = {node: _known(item["key"]) for node, item in models.items() if item["key"] is not None}
+        found += _fields("made", name, keys)
         found += _shares(name, {node: item["ranks"] for node, item in models.items()})
     return found
 
 
-def _fields(model: str | None, objects: Mapping[int, Mapping[str, Any]]) -> list[Difference]:
+def _fields(kind: Kind, model: str | None, objects: Mapping[int, Mapping[str, Any]]) -> list[Difference]:
     """The fields whose values are not the same in all of `objects`; one that is missing is None."""
     names = dict.fromkeys(name for item in objects.values() for name in item)
     found = []
     for name in names:
         values = {node: item.get(name) for node, item in objects.items() if item.get(name) is not _UNKNOWN}
         if len({_shown(value, None) for value in values.values()}) > 1:
-            found.append(Difference(model, name, values))
+            of_files = kind == "made" and name in _OF_FILES
+            found.append(Difference(model, name, values, "files" if of_files else kind))
     return found
 
 
@@ -219,7 +251,7 @@ def _shares(model: str, ranks: Mapping[int, Sequence[int]]) -> list[Difference]:
     next_rank = 0
     for first, number in ranks.values():
         if first != next_rank or number < 1:
-            return [Difference(model, "which ranks a node has", shown)]
+            return [Difference(model, "which ranks a node has", shown, "cluster")]
         next_rank += number
     return []
 

@@ -31,6 +31,7 @@ from .agreement import (
     describe_model,
     differences,
     digest_of,
+    not_agreed,
     not_cached,
     parse,
     to_text,
@@ -42,7 +43,6 @@ from .models import HeldBack, Model
 from .pace import Pace, PacedLines
 from .rounds import Round
 
-NOT_YET = HeldBack("the nodes of the cluster have not agreed on it yet", final=False)
 MEET_SECONDS = 60.0  # at least, for a rendezvous, in which all nodes that were there take part
 STEP_SECONDS = 0.02  # at least between two steps, since others decide how many datagrams come
 PACE_SECONDS = 5.0  # or keep_alive, if that is less: between lines, and between processes, after the first ones
@@ -60,12 +60,10 @@ class Cluster:
         config: Config,
         models: Callable[[], Mapping[str, Model]],
         changed: Callable[[], None],
-        give_up: Callable[[Model, str], None] = lambda model, why: None,
         *,
         to_lose: bool,
     ) -> None:
         """`models()` are those of the service. `changed()` is called when nodes come and go, or agree, or do not.
-        `give_up(model, why)` ends a load whose ranks on other nodes do not come.
 
         `to_lose`: there is something cached that a start which fails would cost.
         """
@@ -74,7 +72,6 @@ class Cluster:
         self._waits = config.ready == "loaded" and self._config is not None and self._config.ready == "all"
         self._models = models
         self._changed = changed
-        self._give_up = give_up
         self._to_lose = to_lose
         self._loaded = False
         self._leaving = False
@@ -88,7 +85,7 @@ class Cluster:
         self._differences: list[Difference] = []
         self._meeting: float | None = None  # since when a round is under way
         self._agreed: dict[str, Description] = {}  # what each model was when the nodes agreed last
-        self._not_cached: list[list[str]] = []  # by node, models that were not cached there then
+        self._not_cached: list[list[str]] = []  # by node, models that were not cached there then; here: that are not
         self._is_agreed = False
         self._mine: Description = {}
         self._digest = ""
@@ -97,15 +94,17 @@ class Cluster:
         self._link: Link | None = None
         self._rounds: set[asyncio.Task[None]] = set()  # the one under way, and those that are being ended
         self._round_name = ""
+        self.elsewhere: Elsewhere | None = None
         if self._config is not None:
             self._nodes = (Seen(),) * self._config.nodes
+            self._not_cached = [[] for _ in self._nodes]
             seconds = min(self._config.keep_alive, PACE_SECONDS)
             self._lines = PacedLines(_log, "cluster", Pace(LINES * self._config.nodes, seconds))
             self._round_pace = Pace(ROUNDS, seconds)
-            self._elsewhere = Elsewhere(self._config.node_rank, self._config.timeout)
+            self.elsewhere = Elsewhere(self._config.node_rank, self._config.timeout, self._wake.set)
 
     def models_changed(self) -> None:
-        """To be called at each change of a model, before its workers are told of it."""
+        """To be called at each change of a model, or of what is known of the nodes, before workers are told of it."""
         if self._config is None:
             return
         self._look_at_models(self._config)
@@ -213,6 +212,8 @@ class Cluster:
         digest = digest_of(self._mine)
         if digest != self._digest:
             self._digest, self._is_agreed = digest, False
+        self._not_cached[config.node_rank] = not_cached(self._mine, among=models)
+        not_yet = HeldBack(not_agreed(self._nodes, config.node_rank, self._refusal, self._problem), final=False)
         for model in models.values():
             agreed = self._agreed.get(model.name) == describe_model(model)
             if different := [item for item in self._differences if item.concerns(model.name)]:
@@ -220,10 +221,10 @@ class Cluster:
             elif agreed or config.ready == "local":
                 model.held_back = None
             else:
-                model.held_back = NOT_YET
+                model.held_back = not_yet
 
     def _beat(self) -> Beat:
-        assert self._config is not None
+        assert self._config is not None and self.elsewhere is not None
         busy = not self._loaded or any(model.state in ("queued", "loading") for model in self._models().values())
         state: Reported = "loading" if busy else "loaded"
         if self._leaving:
@@ -237,6 +238,7 @@ class Cluster:
             attempt=self._attempt,
             problem=self._end or failure(self._models().values()),
             publisher_port=self._config.publisher_port or 0,
+            load=self.elsewhere.load,
         )
 
     async def _open(self, config: ClusterConfig) -> Link:
@@ -260,7 +262,7 @@ class Cluster:
             await asyncio.sleep(config.keep_alive)
 
     def _step(self, link: Link) -> None:
-        assert self._config is not None
+        assert self._config is not None and self.elsewhere is not None
         found = link.step(time.monotonic())
         for bad, news in changes(self._nodes, found.nodes, self._config.node_rank):
             self._lines.say(logging.WARNING if bad else logging.INFO, news)
@@ -272,11 +274,9 @@ class Cluster:
             self._refusal, different = found.refusal, True
         if found.round != self._round_name:
             self._begin_round(link, found.round)
-        waiting = self._elsewhere.sentence()
-        hopeless = self._elsewhere.look(self._models().values(), found.nodes, found.refusal, time.monotonic())
-        if hopeless is not None:
-            self._give_up(*hopeless)
-        different = different or waiting != self._elsewhere.sentence()
+        waiting = self.elsewhere.sentence()
+        self.elsewhere.look(found.nodes, found.refusal, time.monotonic())
+        different = different or waiting != self.elsewhere.sentence()
         if different:
             self._tell()
 
@@ -368,7 +368,6 @@ class Cluster:
         else:
             self._problem = self._failure = None
             _log.info("cluster: %d nodes agree on %d models", len(found), len(said["models"]))
-        self._look_at_models(self._config)
         self._tell()
 
     async def _end_rounds(self) -> None:
@@ -378,7 +377,8 @@ class Cluster:
 
     def _shown_problem(self) -> str | None:
         """What is wrong among the nodes, for people; None if nothing is."""
-        return self._refusal or self._problem or self._elsewhere.sentence()
+        waiting = self.elsewhere.sentence() if self.elsewhere is not None else None
+        return self._refusal or self._problem or waiting
 
     def _ranks_on(self, node: int) -> dict[str, list[int]]:
         """The first and the last rank of each model there."""
@@ -387,6 +387,7 @@ class Cluster:
         return {name: [share.start, share.stop - 1] for name, share in shares.items()}
 
     def _tell(self) -> None:
+        self.models_changed()
         self._news.set()
         self._changed()
 

@@ -1,11 +1,21 @@
-"""The ranks on other nodes that a publisher here waits for: whether they still come. No sockets, no clock."""
+"""A load by a publisher whose ranks are on several nodes: what becomes of those on the others. No sockets, no clock.
+
+    begin ──► running ──► done ──► end         what the other nodes are told of the ranks here (`membership.Load`)
+                 │          │
+                 └──────────┴────► failed, called off
+
+Ranks of several nodes load together or not at all. So a load here is given up when that of another node fails, and it
+is over when those of all nodes that took part are done.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from ..text import cut_middle, printable
-from .membership import PROBLEM_CHARS, PROBLEM_HEAD, Seen
+from .membership import PROBLEM_CHARS, PROBLEM_HEAD, Load, LoadState, Seen
 from .models import Model
 
 
@@ -19,56 +29,138 @@ def failure(models: Iterable[Model]) -> str | None:
 
 
 class Elsewhere:
-    """What the other nodes do while a publisher here, whose ranks meet theirs, is loading."""
+    """The load of this node that is under way, if it is such a one, and what the others do meanwhile."""
 
-    def __init__(self, me: int, timeout: float) -> None:
-        """`me`: the number of this node. `timeout`: seconds that another node may go without loading."""
+    def __init__(self, me: int, timeout: float, changed: Callable[[], None]) -> None:
+        """`me`: the number of this node. `timeout`: seconds that another node may go without loading. `changed()` is
+        called when the other nodes are to be told something."""
+        self.load: Load | None = None  # the last one
         self._me = me
         self._timeout = timeout
-        self._model: Model | None = None
-        self._came: set[int] = set()  # nodes that have been loading since the load here began
+        self._changed = changed
+        self._name = ""  # of its model
+        self._give_up: Callable[[str], None] | None = None  # while a load is under way
+        self._seen: dict[int, Load | None] = {}  # of each node, its last load
+        self._before: dict[int, Load | None] = {}  # the same when the load here began
+        self._taking_part: dict[int, Load] = {}  # of nodes whose ranks have been running since
         self._idle_since: dict[int, float] = {}
-        self._idle: dict[int, Seen] = {}
+        self._unfinished: dict[int, Seen] = {}  # nodes that the ranks here need, and that are not loading
+        self._all_done = asyncio.Event()
 
-    def look(
-        self, models: Iterable[Model], nodes: Sequence[Seen], refusal: str | None, now: float
-    ) -> tuple[Model, str] | None:
-        """The model whose load here is in vain, and why. None while there is none, or hope.
+    def begin(self, model: str, give_up: Callable[[str], None]) -> None:
+        """The ranks here are about to start. To be followed by `end`. `give_up(why)` is called if that is in vain."""
+        self._give_up = give_up
+        self._before = dict(self._seen)
+        self._taking_part.clear()
+        self._idle_since.clear()
+        self._unfinished.clear()
+        self._all_done.clear()
+        self._name = model
+        self._say(Load.of(model))
+
+    async def others_done(self) -> None:
+        """Those here are done. Returns when those of the other nodes that took part are, or after `stop_waiting`."""
+        self._become("done")
+        await self._all_done.wait()
+
+    def stop_waiting(self) -> None:
+        """The load is called off, or given up: `others_done` returns."""
+        self._all_done.set()
+
+    def end(self, state: LoadState) -> None:
+        """Nothing is left of the load here but, if it is done, what it has published."""
+        self._give_up = None
+        self._unfinished.clear()
+        self._become(state)
+
+    def look(self, nodes: Sequence[Seen], refusal: str | None, now: float) -> None:
+        """Gives the load here up if the ranks of another node do not come, or ends the wait for them if all are done.
 
         `refusal`: why a node is not counted. `now`: seconds, monotonic.
 
-        A node that was loading, has stopped, and says why, will not come again. One that says nothing may be done
-        already, may not have begun, or may be cut off for a moment: it has `timeout` seconds.
+        A node that has failed, or ends and says why, will not come again. One that says nothing may not have begun, or
+        may be cut off for a moment: it has `timeout` seconds.
         """
-        model = next((item for item in models if item.state == "loading" and item.config.meeting is not None), None)
-        if model is not self._model:
-            self._model = model
-            self._came.clear()
-            self._idle_since.clear()
-        self._idle = {}
-        if model is None:
-            return None
+        self._seen = {node: item.load for node, item in enumerate(nodes) if item.state != "unknown"}
+        if self._give_up is None or self.load is None:
+            return
+        self._unfinished = {}
+        running = False
         for node, item in enumerate(nodes):
             if node == self._me:
                 continue
-            if item.state == "loading":
-                self._came.add(node)
-                self._idle_since.pop(node, None)
+            if item.state != "unknown":
+                self._before.setdefault(node, item.load)
+            theirs = self._theirs(self.load, node, item)
+            if (why := self._given_up(self.load, node, item, theirs)) is not None:
+                self._end_in_vain(f"node {node}, which has ranks of it, loads it no more: {why}")
+                return
+            if theirs is not None and theirs.state == "running" and item.state != "gone":
+                self._taking_part[node] = theirs
+                running = True
+            elif self._is_done(self.load, node, item, theirs):
                 continue
-            self._idle[node] = item
-            waited = now - self._idle_since.setdefault(node, now)
-            concerned = item.state == "gone" or (item.problem or "").startswith(f"{model.name}: ")
-            if item.problem is not None and concerned and node in self._came:
-                return model, f"node {node}, which has ranks of it, loads it no more: {item.problem}"
-            if waited >= self._timeout:
-                why = f"waited {waited:.0f} s for its ranks on node {node} ({item.state})"
-                return model, f"{why}; {refusal}" if refusal else why
-        return None
+            elif item.state != "loading":  # else it loads another model before this one
+                self._unfinished[node] = item
+                waited = now - self._idle_since.setdefault(node, now)
+                if waited >= self._timeout:
+                    why = f"waited {waited:.0f} s for its ranks on node {node} ({item.state})"
+                    self._end_in_vain("; ".join(filter(None, [why, item.problem, refusal])))
+                    return
+                continue
+            self._idle_since.pop(node, None)
+        if self.load.state == "done" and not running and not self._unfinished:
+            self._all_done.set()
 
     def sentence(self) -> str | None:
         """What was seen last, for people: which publisher waits, and for whom."""
-        if self._model is None or not self._idle:
+        if not self._unfinished:
             return None
-        name = self._model.name
-        idle = ", ".join(f"node {node} ({item.state})" for node, item in self._idle.items())
-        return f"the publisher of {name} waits for its ranks on {idle}; have {name} loaded there too"
+        idle = ", ".join(f"node {node} ({item.state})" for node, item in self._unfinished.items())
+        return f"the publisher of {self._name} waits for its ranks on {idle}; have {self._name} loaded there too"
+
+    # Internals. `theirs` is the load of a node of the model that is loaded here, if it is not of before.
+
+    def _theirs(self, mine: Load, node: int, item: Seen) -> Load | None:
+        load = item.load
+        if load is None or load.model != mine.model:
+            return None
+        if load.state == "running":  # what a node was at when it went is no matter, unless it was this
+            return load if item.state != "gone" or node in self._taking_part else None
+        return load if load != self._before.get(node) else None
+
+    def _given_up(self, mine: Load, node: int, item: Seen, theirs: Load | None) -> str | None:
+        """Why the ranks of a node do not come, or do not come again; None if that is not known."""
+        about_it = item.state == "gone" or (item.problem or "").startswith(f"{self._name}: ")
+        said = item.problem if about_it else None
+        if theirs is not None and theirs.state in ("failed", "called off"):
+            return said or f"its load {'has failed' if theirs.state == 'failed' else 'was called off'} there"
+        took_part = self._taking_part.get(node)
+        if took_part is None or (theirs is not None and theirs.state == "done"):
+            return None
+        if item.state == "gone":
+            return said  # one that is silent may be cut off for a moment
+        if theirs is not None:
+            return "it has begun to load it anew" if theirs.id != took_part.id else None
+        return "it has started anew" if item.load is None and item.state != "unknown" else None
+
+    def _is_done(self, mine: Load, node: int, item: Seen, theirs: Load | None) -> bool:
+        """Whether the node's ranks have ended well, or are not needed: those here are done, and they never came."""
+        if theirs is not None:
+            return theirs.state == "done"
+        if node in self._taking_part:  # it has begun another load since, so this one had ended well
+            return item.load is not None
+        return mine.state == "done"
+
+    def _end_in_vain(self, why: str) -> None:
+        give_up, self._give_up = self._give_up, None
+        if give_up is not None:
+            give_up(why)
+
+    def _become(self, state: LoadState) -> None:
+        if self.load is not None and self.load.state != state:
+            self._say(replace(self.load, state=state))
+
+    def _say(self, load: Load) -> None:
+        self.load = load
+        self._changed()

@@ -14,8 +14,11 @@ from typing import Any, NamedTuple, cast
 
 from ..config_cluster import ClusterConfig
 from ..errors import ConnectionFailed
-from ..meeting import host_and_port, listen, refused
+from ..meeting import host_and_port, listen, refused, resolve
 from .membership import MISSED, Beat, Datagrams, Members, Seen, State, View, cluster_id, encode
+
+STARTED_ANEW = "it has started anew"
+RETURNED = "another service has said that it is this node"
 
 
 class Step(NamedTuple):
@@ -89,7 +92,7 @@ class MasterLink(Link):
         super().__init__(config, address, beat, wake)
         self._members = Members(config.nodes, config.keep_alive, config.publisher_port or 0)
         self._asked: set[int] = set()
-        self._anew: set[int] = set()  # nodes that have started anew since the last step
+        self._replaced: dict[int, str] = {}  # nodes of which another process counts than at the last step, and why
         self._said: object = None
 
     def datagram_received(self, data: bytes, addr: Any) -> None:
@@ -98,11 +101,12 @@ class MasterLink(Link):
             return
         now = time.monotonic()
         before = self._members.boot_of(beat.node) if self._members.is_there(beat.node, now) else None
+        known = self._members.has_heard(beat.node, beat.boot)
         reason = self._members.heard(beat, addr, now)
         if reason is None:
             self._asked.add(beat.node)
-            if before not in (None, beat.boot):
-                self._anew.add(beat.node)
+            if before not in (None, self._members.boot_of(beat.node)):
+                self._replaced[beat.node] = RETURNED if known else STARTED_ANEW
         else:
             self._refusal = reason, time.monotonic()
             self._send(View(self._beat().boot, 0, (), refused=reason), addr)
@@ -113,19 +117,20 @@ class MasterLink(Link):
         self._number += 1
         self._members.heard(replace(own, number=self._number), (self.host, self.port), now)
         # A node that has started anew was gone, however fast it was: publishers elsewhere wait for its former process.
+        # So was one whose place another process had meanwhile, which they may wait for.
         nodes = tuple(
-            replace(item, state="gone", problem="it has started anew") if node in self._anew else item
+            replace(item, state="gone", problem=self._replaced[node]) if node in self._replaced else item
             for node, item in enumerate(self._members.seen(now))
         )
         view = View(own.boot, self._members.next_round(now), nodes)
-        said = view.round, [(item.state, item.problem) for item in nodes]
+        said = view.round, [(item.state, item.problem, item.load) for item in nodes]
         for node, address in self._members.addresses():
             if said != self._said or node in self._asked:
                 self._send(view, address)
         self._said = said
         self._asked.clear()
-        if self._anew:
-            self._anew.clear()
+        if self._replaced:
+            self._replaced.clear()
             self._wake()
         return Step(nodes, f"{own.boot}/{view.round}" if view.round else "", self._refused(now))
 
@@ -166,11 +171,12 @@ class NodeLink(Link):
             self._send(beat)
             self._said, self._due = beat, now + self._config.keep_alive
         nodes = list(self._view.nodes) if self._view is not None else [Seen()] * self._config.nodes
-        nodes[beat.node] = Seen("gone" if beat.state == "leaving" else beat.state, None, 0.0, beat.problem)
+        mine: State = "gone" if beat.state == "leaving" else beat.state
+        nodes[beat.node] = Seen(mine, None, 0.0, beat.problem, beat.load)
         age = now - self._heard
         if self._view is not None:
             state: State = "gone" if age > MISSED * self._config.keep_alive else nodes[0].state
-            nodes[0] = Seen(state, self.host, round(age, 1), nodes[0].problem)
+            nodes[0] = replace(nodes[0], state=state, address=self.host, age=round(age, 1))
         name = f"{self._view.boot}/{self._view.round}" if self._view is not None and self._view.round else ""
         return Step(tuple(nodes), name, self._refused(now))
 
@@ -184,7 +190,7 @@ class NodeLink(Link):
 async def open_link(config: ClusterConfig, beat: Callable[[], Beat], wake: Callable[[], None]) -> Link:
     """The socket of this node. `ConnectionFailed` for an address or a port that cannot be used, with what to do."""
     assert config.master_addr is not None and config.master_port is not None
-    host, port = await _resolve(config.master_addr, config.master_port)
+    host, port = await resolve(config.master_addr, config.master_port), config.master_port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     master = config.node_rank == 0
     if master:
@@ -211,12 +217,3 @@ async def open_link(config: ClusterConfig, beat: Callable[[], Beat], wake: Calla
             raise ConnectionFailed(path=host_and_port(host, port), problem=problem) from error
         raise refused(host, port, error) from error
     return made
-
-
-async def _resolve(name: str, port: int) -> tuple[str, int]:
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_DGRAM)
-    except OSError as error:
-        problem = f"master_addr is not to be found: {error.strerror or error}"
-        raise ConnectionFailed(path=host_and_port(name, port), problem=problem) from error
-    return str(found[0][4][0]), port

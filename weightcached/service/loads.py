@@ -23,6 +23,7 @@ from ..paths import socket_path
 from ..text import describe_exit
 from ..wire.framing import decode
 from ..wire.stream import Stream
+from .elsewhere import Elsewhere
 from .models import Model
 from .publishers import Publishers
 from .vault import Vault
@@ -38,7 +39,7 @@ class Loads:
 
     `staging()`, asked for each loader: bytes of host memory that it may pass the checkpoint through. `vault` tells what
     a publisher has published; borrowed. `withdraw(model, shards)` evicts what a load had published of a model, device
-    and generation of each, before it failed.
+    and generation of each, before it failed. `elsewhere`: the ranks on other nodes, if there are any.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class Loads:
         staging: Callable[[], int],
         vault: Vault | None = None,
         withdraw: Callable[[Model, list[tuple[str, int]]], None] = lambda model, shards: None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         self._withdraw = withdraw
+        self._elsewhere = elsewhere
         self._changed = changed
         self._staging = staging
         self._vault = vault or Vault()
@@ -94,11 +97,6 @@ class Loads:
         if self._current is not None and self._current.model is model:
             self._again = None
             self._current.call_off()
-
-    def give_up(self, model: Model, why: str) -> None:
-        """Ends the model's publisher, if one runs: its load fails with that reason."""
-        if isinstance(self._current, Publishers) and self._current.model is model:
-            self._current.give_up(why)
 
     async def run(self) -> None:
         """Loads until cancelled; a cancelled load's process is ended and awaited."""
@@ -146,7 +144,7 @@ class Loads:
 
     def _loader_of(self, model: Model) -> LoaderProcess | Publishers:
         if model.spec.publisher:
-            return Publishers(model, self._vault, model.config.meeting)
+            return Publishers(model, self._vault, self._elsewhere)
         return LoaderProcess(model, self._staging(), self._changed)
 
 

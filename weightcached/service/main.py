@@ -121,7 +121,10 @@ class Service:
         self._handed = handed
         self.vault = Vault(self._store)
         staging = lambda: self.config.staging_memory  # noqa: E731
-        self.loads = Loads(self._model_changed, staging, self.vault, lambda *half: shards.withdraw(*half))
+        self.cluster = Cluster(config, lambda: self.models, self._cluster_changed, to_lose=bool(handed))
+        self.loads = Loads(
+            self._model_changed, staging, self.vault, lambda *half: shards.withdraw(*half), self.cluster.elsewhere
+        )
         self.digests = Digests(lambda device, *told: self.workers[device].digested(*told))
         self.verifications = Verifications()
         self._control = Control(self, own.listener)
@@ -147,9 +150,6 @@ class Service:
         }
         self._placement = Placement.of(config, {item.name: item.memory.free for item in devices}, to_lose=bool(handed))
         self.health = Health(watched(devices), Recovery(self, self._model_changed, self._control.holders))
-        self.cluster = Cluster(
-            config, lambda: self.models, self._cluster_changed, self.loads.give_up, to_lose=bool(handed)
-        )
         self._notifier = notifier
         self._stopping = asyncio.Event()
         self._state_changed = asyncio.Event()
@@ -279,11 +279,11 @@ class Service:
         self._show_status()
 
     def _tell_workers(self, devices: Iterable[str] | None = None) -> None:
-        """Tells the workers of `devices`, or all, what becomes of the models that have, or may get, a rank there."""
+        """Tells the workers of `devices`, or all, what becomes of the models there, and where the others belong."""
         for name in self.workers if devices is None else [name for name in devices if name in self.workers]:
-            models = [model for model in self.models.values() if name in (*model.devices, *model.order)]
-            here = {model.name: model.for_worker() if name in model.devices else model.group() for model in models}
-            self.workers[name].tell_models(here)
+            models = self.models.values()
+            told = {item.name: item.for_worker() if name in item.devices else item.for_others() for item in models}
+            self.workers[name].tell_models(told)
 
     def _show_status(self) -> None:
         text = "; ".join(filter(None, [summary(self.models.values()), self.cluster.sentence()]))
@@ -296,8 +296,8 @@ class Service:
         self.ready = True
         self._notifier.ready("ready")
         self._show_status()
-        served = [f"{model.name} on {', '.join(model.devices)}" for model in self.models.values() if model.complete]
-        names = "; ".join(served) or "no model yet"
+        served = [model for model in self.models.values() if model.complete and model.given_out]
+        names = "; ".join(f"{model.name} on {', '.join(model.devices)}" for model in served) or "no model yet"
         _log.info("ready: weightcached %s, instance %s, serving %s", __version__, self.instance, names)
 
     async def _start(self) -> None:

@@ -14,13 +14,16 @@ another one's. Datagrams are JSON of bounded size; what is malformed or of anoth
 from __future__ import annotations
 
 import json
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 from ..checkpoint.digest import json_digest
+from ..meeting import host_and_port
 from ..text import printable
+from .place import Place
 
 FORMAT = 1  # of the datagrams; another number is another cluster's
 BEAT_BYTES = 2048
@@ -29,11 +32,30 @@ MISSED = 3  # signs of life; then a node is gone
 PROBLEM_CHARS = 300  # 1,200 bytes at most, which fit into a beat
 PROBLEM_HEAD = 100  # of those of one that is too long; the others are its end
 NAME_CHARS = 64  # of a boot, a digest and an address
-RETIRED = 16  # former processes of a node that are remembered
 
 Fields = dict[str, Callable[[Any], bool]]
 Reported = Literal["loading", "loaded", "leaving"]
 State = Literal["unknown", "loading", "loaded", "gone"]
+LoadState = Literal["running", "done", "failed", "called off"]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A node's part of the last load there whose publisher has ranks on several nodes.
+
+    `model` is a digest of its name, which may be too long for a view of many nodes. `id` is random for each load.
+    "running" while its ranks run, "done" when all of them have published and ended; "failed" and "called off", by an
+    operator, may follow either.
+    """
+
+    model: str
+    id: str
+    state: LoadState
+
+    @classmethod
+    def of(cls, name: str) -> Load:
+        """That of a model which begins."""
+        return cls(json_digest(name)[:16], secrets.token_hex(4), "running")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +63,7 @@ class Beat:
     """A node's sign of life. `boot` is random for each process, `digest` that of its description, `attempt` counts
     rounds that failed here alone; with any of the three changed the nodes must agree anew. `number` grows with each
     one sent, since datagrams overtake one another. `publisher_port`, 0 for none, is in every beat since publishers meet
-    before the nodes agree."""
+    before the nodes agree; `load` is what became of their last meeting here."""
 
     node: int
     nodes: int
@@ -52,6 +74,7 @@ class Beat:
     attempt: int = 0
     problem: str | None = None
     publisher_port: int = 0
+    load: Load | None = None
 
     @property
     def claim(self) -> tuple[str, str, int]:
@@ -66,6 +89,7 @@ class Seen:
     address: str | None = None
     age: float | None = None
     problem: str | None = None
+    load: Load | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +141,7 @@ class Datagrams:
         if not _fits(content, _BEAT) or not 0 < content["node"] < content["nodes"]:
             self._malformed()
             return None
-        return Beat(**{**content, "problem": _fit_to_show(content["problem"])})
+        return Beat(**_read(content))
 
     def view(self, data: bytes) -> View | None:
         """What node 0 says."""
@@ -128,7 +152,7 @@ class Datagrams:
         if not all(isinstance(item, dict) and _fits(item, _SEEN) for item in seen):
             self._malformed()
             return None
-        nodes = tuple(Seen(**{**item, "problem": _fit_to_show(item["problem"])}) for item in content.pop("nodes"))
+        nodes = tuple(Seen(**_read(item)) for item in content.pop("nodes"))
         if len(nodes) != self._nodes and content["refused"] is None:
             self._malformed()
             return None
@@ -172,6 +196,15 @@ def _is_text(value: object) -> bool:
     return value is None or (isinstance(value, str) and len(value) <= PROBLEM_CHARS)
 
 
+def _is_load(value: object) -> bool:
+    return value is None or (isinstance(value, dict) and _fits(value, _LOAD))
+
+
+_LOAD: Fields = {
+    "model": _is_name,
+    "id": _is_name,
+    "state": lambda value: value in get_args(LoadState),
+}
 _BEAT: Fields = {
     "node": is_count,
     "nodes": is_count,
@@ -182,6 +215,7 @@ _BEAT: Fields = {
     "attempt": is_count,
     "problem": _is_text,
     "publisher_port": is_count,
+    "load": _is_load,
 }
 _VIEW: Fields = {
     "boot": _is_name,
@@ -195,7 +229,14 @@ _SEEN: Fields = {
     "address": _is_address,
     "age": lambda value: value is None or _is_number(value),
     "problem": _is_text,
+    "load": _is_load,
 }
+
+
+def _read(content: dict[str, Any]) -> dict[str, Any]:
+    """The fields that a beat and a node in a view have in common, as they are kept here."""
+    load = content["load"] and Load(**content["load"])
+    return {**content, "problem": _fit_to_show(content["problem"]), "load": load}
 
 
 def _fit_to_show(text: str | None) -> str | None:
@@ -210,12 +251,12 @@ def _fits(content: dict[str, Any], wanted: Fields) -> bool:
 
 @dataclass(slots=True)
 class Member:
-    """A node as node 0 knows it."""
+    """A node as node 0 knows it, by the process that counts."""
 
     beat: Beat
     address: Any
     heard: float
-    retired: list[str] = field(default_factory=list)  # boots of its processes before this one
+    place: Place
 
 
 class Members:
@@ -230,7 +271,7 @@ class Members:
         self._given_out_for: dict[int, tuple[str, str, int]] | None = None
 
     def heard(self, beat: Beat, address: Any, now: float) -> str | None:
-        """Takes in a beat. Returns why the node is not counted, None if it is."""
+        """Takes in a beat. Returns why the process that sent it is not to count as the node, None if that is not so."""
         if beat.nodes != self._count:
             return f"nodes = {beat.nodes} in the config of node {beat.node}, {self._count} in that of node 0"
         if beat.publisher_port != self._publisher_port:
@@ -238,16 +279,18 @@ class Members:
             return f"publisher_port = {ports[0]} in the config of node {beat.node}, {ports[1]} in that of node 0"
         known = self._members.get(beat.node)
         if known is None:
-            self._members[beat.node] = Member(beat, address, now)
+            place = Place(self._keep_alive, MISSED * self._keep_alive)
+            known = self._members[beat.node] = Member(beat, address, now, place)
+        verdict = known.place.hear(beat.boot, beat.number, now, leaving=beat.state == "leaving")
+        if verdict == "counts":
+            known.beat, known.address, known.heard = beat, address, now
+        if verdict != "refused":
             return None
-        if beat.boot != known.beat.boot:
-            if beat.boot in known.retired:
-                return f"two services say that they are node {beat.node}; the other one is at {_host(known.address)}"
-            known.retired = [*known.retired, known.beat.boot][-RETIRED:]
-        elif beat.number < known.beat.number:
-            return None  # overtaken by a later one
-        known.beat, known.address, known.heard = beat, address, now
-        return None
+        here, there = host_and_port(*known.address[:2]), host_and_port(*address[:2])
+        return (
+            f"two services say that they are node {beat.node}: the one at {here} counts, the one at {there} does not; "
+            "stop one of them, or correct its node_rank"
+        )
 
     def is_there(self, node: int, now: float) -> bool:
         """Whether it is known, and not gone."""
@@ -256,6 +299,10 @@ class Members:
     def boot_of(self, node: int) -> str | None:
         """The `boot` of the process that counts as the node now, None if none does."""
         return self._members[node].beat.boot if node in self._members else None
+
+    def has_heard(self, node: int, boot: str) -> bool:
+        """Whether this process has said before that it is the node."""
+        return node in self._members and boot in self._members[node].place
 
     def seen(self, now: float) -> tuple[Seen, ...]:
         """Every node as it is now, in their order."""
@@ -288,7 +335,7 @@ class Members:
         age = max(now - member.heard, 0.0)
         said = member.beat.state
         state: State = "gone" if said == "leaving" or age > MISSED * self._keep_alive else said
-        return Seen(state, _host(member.address), round(age, 1), member.beat.problem)
+        return Seen(state, _host(member.address), round(age, 1), member.beat.problem, member.beat.load)
 
 
 def changes(before: Iterable[Seen], after: Iterable[Seen], me: int) -> list[tuple[bool, str]]:

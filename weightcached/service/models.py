@@ -68,7 +68,7 @@ class CachedRank(NamedTuple):
 
 
 class HeldBack(NamedTuple):
-    """Why a model is not given out by name although it is here. `final`: who waits for it need not."""
+    """Why a model is not given out by name although it may be here. `final`: who waits for it need not."""
 
     reason: str
     final: bool
@@ -100,7 +100,6 @@ class Model:
     _whole: bool = False  # whether every rank was there when one was last published
     _load_published: bool = False  # whether the load that was begun last has published yet
     _passing: WeightCacheError | None = None  # the last load's error, if it passes by itself
-    _withdrawn: bool = False  # whether the last of one rank was published by a load that failed; who uses it keeps it
     _evicted: bool = False  # whether a rank has been evicted since all of them were there
 
     @property
@@ -130,7 +129,7 @@ class Model:
         What an eviction leaves of it is of one load still, but whoever waits for the rank that has gone gets that of
         the next load.
         """
-        return (self._whole and not self._evicted) or (len(self.devices) == 1 and not self._withdrawn)
+        return (self._whole and not self._evicted) or len(self.devices) == 1
 
     @property
     def given_out(self) -> bool:
@@ -207,7 +206,7 @@ class Model:
             self._load_published, self._weights = True, weights
         self._shards[device] = CachedRank(generation, nbytes)
         self._together.add(device)
-        self._whole, self._withdrawn = self.complete, False
+        self._whole = self.complete
         if self.complete:
             ends_later = self.state == "loading" and bool(self.config.publisher)
             self.state, self.error, self._evicted = "loading" if ends_later else "cached", None, False
@@ -240,7 +239,7 @@ class Model:
             why = error.fields["reason"] if isinstance(error, LoadFailed) else error
             error = self.load_failed(f"what it had published, {shards}, is evicted again: {why}")
             self._together.difference_update(own)
-            self._whole, self._withdrawn = False, True
+            self._whole = False
         elif self.state == "loading" and self.spec.parallel.world > 1 and self._is_of_a_rank(error):
             device = error.fields["device"]
             error = self.load_failed(f"rank {first + self.devices.index(device)} on {device}: {error}")
@@ -315,18 +314,25 @@ class Model:
             # Ranks that are not given out by name are worth nothing beside those that a load would bring.
             "replace": self.config.replace if self.whole else "evict-first",
         }
-        if self.held_back is not None and self.complete and self.error is None:  # cached, but as good as not
+        if self.held_back is not None and self.complete:  # cached, but as good as not
             state = "failed" if self.held_back.final else "loading"
-            said |= {"state": state, "progress": 1.0, "reason": self.held_back.reason}
+            said |= {"state": state, "progress": 1.0, "reason": self.held_back.reason, "held_back": True}
         return {**said, **self.group()}
 
+    def for_others(self) -> dict[str, Any]:
+        """What the workers of devices that none of its ranks is on know of it."""
+        return {"belongs": list(self.devices), **self.group()}
+
     def group(self) -> dict[str, Any]:
-        """What a worker knows of the ranks on other devices (`worker.groups`); nothing where there are none."""
+        """What all workers know: the spec of the load under way, by which alone the service publishes, and the ranks on
+        other devices (`worker.groups`), where there are any."""
+        said = {"spec": self.spec.digest if self.state == "loading" else None}
         parallel, first = self.config.parallel, self.config.ranks_here.start
         if parallel.world == 1 and not self.order:
-            return {}
+            return said
         sizes = [parallel.data, parallel.pipeline, parallel.tensor]
-        return {"group": {"first": first, "ranks": list(self.devices), "sizes": sizes, "order": list(self.order)}}
+        group = {"first": first, "ranks": list(self.devices), "sizes": sizes, "order": list(self.order)}
+        return {**said, "group": group}
 
     def describe(self) -> dict[str, Any]:
         """The model in a status reply. `devices` and `generations` are in rank order."""
@@ -374,11 +380,13 @@ def summary(models: Iterable[Model]) -> str:
     """All models in one line, for systemctl status."""
     models = list(models)
     loading = [model.sentence() for model in models if model.state == "loading"]
-    cached = [model for model in models if model.complete]
+    cached = [model for model in models if model.complete and model.held_back is None]
+    held_back = [model.name for model in models if model.complete and model.held_back is not None]
     failed = [model.name for model in models if model.error is not None]
-    nbytes = sum(model.nbytes for model in cached)
-    names = ", ".join(model.name for model in cached) or "nothing yet"
-    parts = [*loading, f"serving {names} ({len(cached)} of {len(models)} models, {nbytes / 1e9:.1f} GB)"]
+    names, size = ", ".join(model.name for model in cached) or "nothing yet", sum(model.nbytes for model in cached)
+    parts = [*loading, f"serving {names} ({len(cached)} of {len(models)} models, {size / 1e9:.1f} GB)"]
+    if held_back:
+        parts.append(f"held back: {', '.join(held_back)}")
     if failed:
         parts.append(f"failed: {', '.join(failed)}")
     return "; ".join(parts)

@@ -1,74 +1,48 @@
 """A load by a command of the config: one process for each rank of a model, all at once, each of which publishes.
 
-At once, since the ranks of an engine wait for one another. What a process is told, in its environment:
+At once, since the ranks of an engine wait for one another. They meet at MASTER_ADDR and MASTER_PORT: on one node a free
+port of 127.0.0.1, another at each run, which nobody holds, so that what an earlier run has left behind listens
+elsewhere; on several nodes publisher_port of node 0, where rank 0 listens.
 
-    WEIGHTCACHED_PUBLISH_NAME      the name to publish under
-    WEIGHTCACHED_CHECKPOINT        what to load
-    WEIGHTCACHED_DEVICE            where to, as in "host-0"; CUDA_VISIBLE_DEVICES is the same where that is a GPU
-    WEIGHTCACHED_RANK, _WORLD      which of how many it is
-    WEIGHTCACHED_RUNTIME_DIR       where the workers' sockets are
-    WEIGHTCACHED_SPEC              a digest of what the config asks for
-    RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT       as a child of torchrun has them
-
-`weightcached.publish` carries the spec on in the shard, so that a restart of the service knows whose it is. LOCAL_RANK
-is 0 on a GPU, as after ``torchrun --virtual-local-rank``: it is the number of a device among those that the process
-sees, and it sees its own alone. MASTER_PORT is a free one of 127.0.0.1, another at each run, and nobody holds it: what
-an earlier run has left behind listens elsewhere. Ranks on several nodes meet at publisher_port of node 0, where rank 0
-listens; RANK and WORLD_SIZE are of all nodes.
-
-The load is done when every process has published its rank and has ended with exit status 0. Nobody knows how far it is,
-so a process is ended when it says nothing at all for SILENT_SECONDS. What it says, on either output, goes to the log.
+The load is done when every process has published its rank and has ended with exit status 0, on all nodes that take part
+(`elsewhere`). Until then clients of a cluster wait; a failure takes back what was published.
 """
 
 from __future__ import annotations
 
 import asyncio
-import collections
-import contextlib
 import errno
 import logging
-import os
-import shlex
-import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 
-from ..devices import is_host
 from ..errors import WeightCacheError
-from ..fds import OwnedFd
-from ..paths import runtime_dir
-from ..text import describe_exit, printable
-from .models import LoadSpec, Model
-from .notify import clean_environment
+from ..meeting import listen, resolve
+from ..text import describe_exit
+from .elsewhere import Elsewhere
+from .membership import LoadState
+from .models import Model
+from .publisher_rank import Rank
 from .vault import HeldShard, Vault
-from .workers import END_SECONDS, gone
 
-SILENT_SECONDS = 1800.0  # an engine compiles and captures for minutes without a word
-LAST_LINES = 8  # of what a process said, in the error of its load
 LOOPBACK = "127.0.0.1"
-# What a launcher has told the service's own process, were it started by one: torch would look for its store there.
-_OF_A_LAUNCHER = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_")
 _NO_TCP = (
     "this service may not use TCP, by which ranks meet: its unit restricts it to AF_UNIX, see "
     "network.conf.example beside the unit"
 )
-_LINE_BYTES = 2000  # of one line that are kept
 _log = logging.getLogger(__name__)
 
 
 class Publishers:
     """The processes that publish one model, from start to exit. In the place of `loads.LoaderProcess`."""
 
-    def __init__(self, model: Model, vault: Vault, meet: tuple[str, int] | None = None) -> None:
-        """`vault`: what is published, borrowed. `meet`: address and port for ranks that are on several nodes."""
+    def __init__(self, model: Model, vault: Vault, elsewhere: Elsewhere | None = None) -> None:
+        """`vault`: what is published, borrowed. `elsewhere`: the ranks on other nodes, if there are any nodes."""
         self.model = model
         self.spec = model.spec  # its config may change meanwhile
         self.killed = False  # one of them, by somebody else, such as the kernel when memory is short
         self._vault = vault
-        self._meet = meet
+        self._elsewhere = elsewhere if len(self.spec.devices) < self.spec.parallel.world else None
         self._ranks = [Rank(model.name, self.spec, number) for number in range(len(self.spec.devices))]
         self._called_off = False
         self._given_up: str | None = None  # why
@@ -77,19 +51,24 @@ class Publishers:
 
     async def run(self) -> WeightCacheError | None:
         """Runs the load. None: published, or called off by `end`. Cancelled, it ends all processes and waits for it."""
-        elsewhere = self.spec.parallel.world - len(self.spec.devices)
-        if elsewhere and self._meet is None:
-            why = f"{elsewhere} of its ranks are on other nodes, and nothing says where they meet with those here"
-            return self.model.load_failed(f"{why}: write publisher_port in [cluster]")
+        state: LoadState = "called off"
+        if self._elsewhere is not None:
+            self._elsewhere.begin(self.model.name, self.give_up)
         try:
-            meet = self._meet if elsewhere else (LOOPBACK, free_port())
-        except OSError as error:
-            if error.errno != errno.EAFNOSUPPORT:
-                raise
-            if len(self._ranks) > 1:
-                return self.model.load_failed(_NO_TCP)
-            meet = None  # one rank has nobody to meet
-            _log.warning("%s: no MASTER_PORT for its publisher: %s", self.model.name, _NO_TCP)
+            error = await self._publish()
+            if not self._called_off:
+                state = "done" if error is None else "failed"
+            return error
+        finally:
+            if self._elsewhere is not None:
+                self._elsewhere.end(state)
+            self._ended.set()
+
+    async def _publish(self) -> WeightCacheError | None:
+        try:
+            meet = await self._meeting()
+        except WeightCacheError as error:
+            return self.model.load_failed(error)
         began = time.monotonic()
         self._before = {device: self._last_on(device) for device in self.spec.devices}
         tasks = [asyncio.create_task(rank.run(meet)) for rank in self._ranks]
@@ -99,23 +78,48 @@ class Publishers:
             for task in asyncio.as_completed(tasks):
                 if (problem := await task) is not None:
                     break
+            problem = problem or next(filter(None, map(self._not_published, self._ranks)), None)
+            if problem is None and self._elsewhere is not None:
+                await self._elsewhere.others_done()
         finally:
             self._kill()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._ended.set()
         if self._called_off:
             return None
         if self._given_up is not None:
             self.killed = True  # by what may be over when somebody waits for the model
             return self.model.load_failed(self._given_up)
-        if problem is None:
-            problem = next(filter(None, map(self._not_published, self._ranks)), None)
         if problem is not None:
             self.killed = any(rank.killed for rank in self._ranks)
             return self.model.load_failed(problem)
         self.model.load_seconds = time.monotonic() - began
         _log.info("%s: published by its command in %.2f s", self.model.name, self.model.load_seconds)
         return None
+
+    async def _meeting(self) -> tuple[str, int] | None:
+        """Address and port where the ranks meet. None for one alone, where there is no TCP.
+
+        `ConnectionFailed` where they are on several nodes, if rank 0 is here and cannot listen there.
+        """
+        others = self.spec.parallel.world - len(self.spec.devices)
+        if others:
+            where = self.model.config.meeting
+            if where is None or self._elsewhere is None:
+                why = f"{others} of its ranks are on other nodes, and nothing says where they meet with those here"
+                raise self.model.load_failed(f"{why}: write publisher_port in [cluster]")
+            if self.spec.first == 0:
+                host = await resolve(*where)
+                listen(host, where[1], setting="publisher_port").close()
+            return where
+        try:
+            return LOOPBACK, free_port()
+        except OSError as error:
+            if error.errno != errno.EAFNOSUPPORT:
+                raise
+            if len(self._ranks) > 1:
+                raise self.model.load_failed(_NO_TCP) from error
+            _log.warning("%s: no MASTER_PORT for its publisher: %s", self.model.name, _NO_TCP)
+            return None  # it has nobody to meet
 
     def own(self) -> set[str]:
         """The devices on which the model's newest shard is one that this load has published."""
@@ -138,6 +142,8 @@ class Publishers:
         await self._ended.wait()
 
     def _kill(self) -> None:
+        if self._elsewhere is not None:
+            self._elsewhere.stop_waiting()
         for rank in self._ranks:
             rank.kill()
 
@@ -162,135 +168,6 @@ class Publishers:
         return None
 
 
-class Rank:
-    """One process, its group and what it says."""
-
-    def __init__(self, model: str, spec: LoadSpec, index: int) -> None:
-        """`index`: of its device among those of the spec."""
-        number = spec.first + index
-        self.device = spec.devices[index]
-        self.killed = False  # by somebody else
-        self._model = model
-        self._spec = spec
-        self._number = number
-        self._index = index
-        self._process: asyncio.subprocess.Process | None = None
-        self._kill_sent = asyncio.Event()
-        self._output = Output(f"{model}: rank {number}", self._silent)
-        self._was_silent = False
-        self._over = False  # from then on its number may be another group's
-
-    def problem(self, what: str) -> str:
-        """A sentence about the process, with what it said last."""
-        said = f"; it said last: {' | '.join(self._output.last)}" if self._output.last else "; it said nothing"
-        return f"the publisher of rank {self._number} on {self.device} {what}{said}"
-
-    async def run(self, meet: tuple[str, int] | None) -> str | None:
-        """From start to exit, with all that it has started. Returns what went wrong. `meet`: where the ranks do."""
-        command = [sys.executable if self._spec.publisher[0] == "python" else self._spec.publisher[0]]
-        command += self._spec.publisher[1:]
-        environ = self._environment(meet)
-        try:
-            with self._output.open() as end:
-                _log.info("%s: rank %d to %s by %s", self._model, self._number, self.device, shlex.join(command))
-                self._process = await asyncio.create_subprocess_exec(
-                    *command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=end.fileno(),
-                    stderr=end.fileno(),
-                    env=environ,
-                    start_new_session=True,
-                )
-        except OSError as error:  # no such program, no descriptor, no process to be had
-            self._output.close()
-            return f"its publisher {command[0]} cannot be started: {error.strerror}"
-        except BaseException:
-            self._output.close()
-            raise
-        try:
-            if self._kill_sent.is_set():  # while it was being started
-                self._signal()
-            await self._exited(self._process)
-            if self._process.returncode:  # what it has started is in vain; the other ranks are told that much sooner
-                self._signal()
-            await self._emptied()
-        finally:
-            self._over = True
-            self._output.close()
-        code = self._process.returncode
-        if self._was_silent:
-            return self.problem(f"has said nothing for {SILENT_SECONDS:.0f} s and was ended")
-        self.killed = code is not None and code < 0 and not self._kill_sent.is_set()
-        if code == 0:
-            return None
-        return self.problem("hangs" if code is None else f"ended by {describe_exit(code)}")
-
-    def kill(self) -> None:
-        """Ends it and all that it has started, with SIGKILL; `run` returns soon."""
-        if not self._kill_sent.is_set():
-            self._kill_sent.set()
-            self._signal()
-
-    async def _exited(self, process: asyncio.subprocess.Process) -> None:
-        """Returns when it has ended, or hangs after it was killed."""
-        ends = [asyncio.create_task(process.wait()), asyncio.create_task(self._kill_sent.wait())]
-        try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in ends:
-                task.cancel()
-        if process.returncode is None:
-            await gone(process, "publisher")
-
-    async def _emptied(self) -> None:
-        """Returns when all that it said is read. What it has left behind would keep its memory: that is ended too."""
-        try:
-            async with asyncio.timeout(END_SECONDS):
-                await self._output.ended.wait()
-        except TimeoutError:
-            _log.warning(
-                "%s: the publisher of rank %d left processes behind, they are ended", self._model, self._number
-            )
-            self._signal()
-
-    def _signal(self) -> None:
-        """SIGKILL to its group, where that is still its own."""
-        # The number stays the group's while one process of it is left, and whoever is left holds the output open.
-        left = self._process is not None and (self._process.returncode is None or not self._output.ended.is_set())
-        if self._process is not None and left and not self._over:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-    def _silent(self) -> None:
-        """Its output calls this: it has said nothing for too long."""
-        self._was_silent = True
-        self.kill()
-
-    def _environment(self, meet: tuple[str, int] | None) -> dict[str, str]:
-        """As the module says; what the service itself has is inherited, what a launcher told it is not."""
-        inherited = clean_environment(os.environ).items()
-        world = str(self._spec.parallel.world)
-        environ = {name: value for name, value in inherited if not name.startswith(_OF_A_LAUNCHER)} | {
-            "WEIGHTCACHED_PUBLISH_NAME": self._model,
-            "WEIGHTCACHED_DEVICE": self.device,
-            "WEIGHTCACHED_RANK": str(self._number),
-            "WEIGHTCACHED_WORLD": world,
-            "WEIGHTCACHED_CHECKPOINT": str(self._spec.checkpoint),
-            "WEIGHTCACHED_RUNTIME_DIR": str(runtime_dir().absolute()),
-            "WEIGHTCACHED_SPEC": self._spec.digest,
-            "RANK": str(self._number),
-            "LOCAL_RANK": str(self._index) if is_host(self.device) else "0",
-            "WORLD_SIZE": world,
-            "LOCAL_WORLD_SIZE": str(len(self._spec.devices)),
-        }
-        if meet is not None:
-            environ |= {"MASTER_ADDR": meet[0], "MASTER_PORT": str(meet[1])}
-        environ.setdefault("PYTHONUNBUFFERED", "1")  # or its lines come when there are 8 KiB of them
-        if not is_host(self.device):
-            environ["CUDA_VISIBLE_DEVICES"] = self.device
-        return environ
-
-
 def free_port() -> int:
     """A TCP port of LOOPBACK that nobody has now. `OSError` without a descriptor or a port.
 
@@ -300,64 +177,3 @@ def free_port() -> int:
         probe.bind((LOOPBACK, 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-class Output:
-    """What a process says, line by line into the log. Owns a pipe from `open` to `close`.
-
-    `ended` is set when nobody can write to it any more. `silent()` is called when nothing came for SILENT_SECONDS. Of a
-    line that was written over and over with carriage returns, as progress bars are, the last state counts.
-    """
-
-    def __init__(self, label: str, silent: Callable[[], None]) -> None:
-        self.last: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
-        self.ended = asyncio.Event()
-        self._label = label
-        self._silent = silent
-        self._pipe: OwnedFd | None = None
-        self._rest = b""
-        self._timer: asyncio.TimerHandle | None = None
-
-    def open(self) -> OwnedFd:
-        """Makes the pipe. The end to write to, which the caller closes. `OSError` without descriptors."""
-        read, write = os.pipe2(os.O_CLOEXEC)
-        self._pipe = OwnedFd(read)
-        os.set_blocking(read, False)
-        asyncio.get_running_loop().add_reader(read, self._readable)
-        self._heard()
-        return OwnedFd(write)
-
-    def close(self) -> None:
-        """Gives up the pipe and the timer: what is still written is lost. Idempotent."""
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._pipe is not None and not self._pipe.closed:
-            asyncio.get_running_loop().remove_reader(self._pipe.fileno())
-            self._pipe.close()
-
-    def _readable(self) -> None:
-        assert self._pipe is not None
-        try:
-            data = os.read(self._pipe.fileno(), 65536)
-        except BlockingIOError:
-            return
-        self._heard()
-        *lines, rest = (self._rest + data).split(b"\n")
-        self._rest = rest[-_LINE_BYTES:]
-        for line in lines if data else [*lines, rest]:
-            self._say(line)
-        if not data:
-            asyncio.get_running_loop().remove_reader(self._pipe.fileno())
-            self.ended.set()
-
-    def _say(self, line: bytes) -> None:
-        text = printable(line.rstrip().rpartition(b"\r")[2][-_LINE_BYTES:].decode(errors="replace"))
-        if text:
-            self.last.append(text)
-            _log.info("%s: %s", self._label, text)
-
-    def _heard(self) -> None:
-        """Something was said: the time of silence begins anew."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(SILENT_SECONDS, self._silent)

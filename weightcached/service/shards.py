@@ -83,9 +83,9 @@ class Shards:
             self._changed(state)
 
     def withdraw(self, model: Model, half: list[tuple[str, int]]) -> None:
-        """Has what a failed load published of some ranks, device and generation of each, evicted, if nobody uses it."""
+        """Evicts what a failed load published of some ranks, device and generation of each; who uses it keeps it."""
         for device, generation in half:
-            self._service.workers[device].unneeded(model.name, generation, f"the load of {model.name} failed")
+            self._service.workers[device].withdraw(model.name, generation, f"the load of {model.name} failed")
 
     def _make_slicing(self, name: str) -> Model | None:
         """A model for another slicing of one that the config has, if that lets the service make it."""

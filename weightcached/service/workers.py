@@ -134,8 +134,14 @@ class WorkerProcess:
         self._send({"digested": {"model": model, "generation": generation, "problem": problem}})
 
     def unneeded(self, model: str, generation: int, reason: str) -> None:
-        """The model's other ranks had to make room, or never came: an idle one here is evicted as well."""
+        """Another rank of the model had to make room: an idle one here is evicted as well."""
         self._send({"unneeded": {"model": model, "generation": generation, "reason": reason}})
+
+    def withdraw(self, model: str, generation: int, reason: str) -> None:
+        """A shard of a load that has failed is evicted: who has it keeps it, and nobody else gets it."""
+        # The copies here go first: a worker that is started meanwhile is not given them.
+        self._vault.drop(self.device, model, generation)
+        self._send({"withdrawn": {"model": model, "generation": generation, "reason": reason}})
 
     def message_received(self, data: bytes, fds: FdSet) -> None:
         with fds:

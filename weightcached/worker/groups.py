@@ -1,11 +1,13 @@
 """Ranks on other devices: what a client is told that asks for another rank, or for other parallel sizes, than are here.
 
-What a worker knows of them is the service's word on the model, `state["group"]` (`service.models.Model.for_worker`):
+What a worker knows of them is the service's word on the model (`states`), `state["group"]`:
 
     {"ranks": [device, ...],      of the config's slicing, in rank order, those of this node
      "first": rank,               the number of the first of them
      "sizes": [data, pipeline, tensor],
      "order": [device, ...]}      where ranks of another slicing go; empty unless the config has on_mismatch = "reload"
+
+and `state["belongs"]`, the devices of its ranks on this node in their order, where this device is none of them.
 """
 
 from __future__ import annotations
@@ -14,13 +16,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..errors import KeyMismatch, ModelNotLoaded, NoSuchModel, RankMismatch, WeightCacheError
+from ..errors import KeyMismatch, ModelElsewhere, ModelNotLoaded, NoSuchModel, RankMismatch, WeightCacheError
 from ..parallel.slicings import AXES, Sizes, parse_name, wanted_rank, wanted_sizes
 from ..shard.key import ShardKey
 from ..wire.messages import Attach
 from .catalogue import Shard
-
-State = Mapping[str, Any]
+from .states import State
 
 
 def meant(request: Attach, state: State, device: str) -> Attach:
@@ -29,7 +30,7 @@ def meant(request: Attach, state: State, device: str) -> Attach:
     `RankMismatch` for a slicing that has no rank for this device, with the device that its rank would be on.
     """
     group = state.get("group")
-    if not group or not group["order"]:
+    if not group or device not in group["order"]:
         return request
     own = Sizes(*group["sizes"])
     sizes = wanted_sizes(request.key, own)
@@ -64,11 +65,31 @@ def check_key(shard: Shard, request: Attach, state: State, device: str) -> None:
         raise RankMismatch(model=shard.model, differences=differences, advice=advice)
 
 
-def may_be_made(name: str, states: Mapping[str, State]) -> bool:
-    """Whether the service, which has not named it yet, can load it as another slicing of a model."""
+def elsewhere(request: Attach, state: State, device: str) -> ModelElsewhere | None:
+    """The error of who asks a device for a model all of whose ranks belong on others; None where that is not known."""
+    devices, group = state.get("belongs"), state.get("group")
+    if not devices:
+        return None
+    own = Sizes(*group["sizes"]) if group else Sizes(1, 1, 1)
+    if group is None or own.world == 1:
+        advice = f"attach it with device={devices[0]!r}"
+    else:
+        number = wanted_rank(request.key, own) if wanted_sizes(request.key, own) == own else None
+        place = -1 if number is None else number - group["first"]
+        if number is None:
+            advice = f"attach rank {group['first']} with device={devices[0]!r}, and so on in this order"
+        elif 0 <= place < len(devices):
+            advice = f"attach {_named(request.key, own)} with device={devices[place]!r}"
+        else:
+            advice = f"{_named(request.key, own)} is on another node"
+    return ModelElsewhere(model=request.model, device=device, devices=devices, advice=advice)
+
+
+def may_be_made(name: str, states: Mapping[str, State], device: str) -> bool:
+    """Whether the service, which has not named it yet, can load it as another slicing of a model, for this device."""
     parsed = parse_name(name)
     group = states.get(parsed[0], {}).get("group") if parsed and name not in states else None
-    return bool(group and group["order"])
+    return bool(group and device in group["order"])
 
 
 def other_sizes(request: Attach, state: State, advice: str) -> RankMismatch:

@@ -12,10 +12,8 @@ from typing import Any
 from ..errors import (
     DeviceError,
     ManifestError,
+    ModelElsewhere,
     ModelFailed,
-    ModelLoading,
-    ModelNotLoaded,
-    NoSuchModel,
     TimedOut,
     WeightCacheError,
     WrongDevice,
@@ -28,14 +26,16 @@ from ..wire.server import ServerConnection
 from ..wire.validate import parse_manifest
 from .budget import ModelPolicy
 from .catalogue import Catalogue, Lease, Reservation, Shard, held_since
-from .groups import absent_now, check_key, may_be_made, meant
+from .groups import absent_now, check_key, elsewhere, may_be_made, meant
 from .losses import Losses
 from .memory import give_back_unused
 from .room import Room
 from .settling import Settling
 from .slabs import check_slabs
+from .states import check_spec, may_retry, why_absent
 
 Tell = Callable[..., None]
+_TOLD = ("state", "progress", "reason", "held_back")  # of a model, to who begins to wait for it
 
 
 @dataclass(slots=True)
@@ -143,7 +143,11 @@ class Handlers:
                 if before == "failed" and state.get("retry"):  # of a load before this client asked for another one
                     continue
                 if self._end_wait(connection):
-                    connection.fail(self._absent(name))
+                    connection.fail(self._absent(waiting.request))
+                continue
+            if isinstance(absent := self._absent(waiting.request), ModelElsewhere):
+                if self._end_wait(connection):
+                    connection.fail(absent)
                 continue
             if name not in known or (before == "cached" and state.get("state") == "absent"):
                 # It was asked for before the service had named its models, or heard that this one is evicted.
@@ -189,13 +193,17 @@ class Handlers:
         self._room.left(model, generation)
 
     def unneeded(self, model: str, generation: int, reason: str) -> None:
-        """Another rank of the model has made room, or never came, so this one goes as well, unless somebody uses it."""
-        self._settling.then(lambda: self._evict_unneeded(model, generation, reason))
+        """Another rank of the model has made room, so this one goes as well, unless somebody uses it."""
+        self._settling.then(lambda: self._evict_one(model, generation, reason, force=False))
 
-    def _evict_unneeded(self, model: str, generation: int, reason: str) -> None:
+    def withdrawn(self, model: str, generation: int, reason: str) -> None:
+        """The load that has published it has failed: who has it keeps it, and nobody else gets it."""
+        self._evict_one(model, generation, reason, force=True)
+
+    def _evict_one(self, model: str, generation: int, reason: str, *, force: bool) -> None:
         shard = self._catalogue.find(model)
-        if shard is not None and shard.generation == generation and not shard.leases:
-            self._catalogue.evict(model, force=False)
+        if shard is not None and shard.generation == generation and (force or not shard.leases):
+            self._catalogue.evict(model, force=force)
             self.drop(describe(shard))
             self._announce("evicted", shard, reason=reason)
 
@@ -233,15 +241,16 @@ class Handlers:
         if shard is not None:
             self._grant(connection, request, shard)
             return
-        absent = self._absent(request.model)
-        if request.wait <= 0 or (isinstance(absent, ModelFailed) and not self._may_retry(request.model)):
+        absent, state = self._absent(request), self._models.get(request.model, {})
+        for_good = isinstance(absent, ModelElsewhere) or (isinstance(absent, ModelFailed) and not may_retry(state))
+        if request.wait <= 0 or for_good:
             raise absent_now(absent, asked, request, said)
         self._want(request.model)
         timer = asyncio.get_running_loop().call_later(request.wait, self._waited_enough, connection)
         self._waiting[connection] = Waiting(request, timer)
         connection.on_close.append(lambda: self._forget(connection))
-        state = self._models.get(request.model, {})
-        connection.event({"model": request.model, "state": state.get("state"), "progress": state.get("progress", 0.0)})
+        told = {key: state[key] for key in _TOLD if key in state}
+        connection.event({"model": request.model, "state": None, "progress": 0.0, **told})
 
     def _find(self, request: Attach) -> Shard | None:
         """The shard that a request is for, None while it may not be given out.
@@ -254,14 +263,10 @@ class Handlers:
         return None
 
     def _want(self, model: str) -> None:
-        absent = self._models.get(model, {}).get("state") == "absent" or may_be_made(model, self._models)
-        if absent or self._may_retry(model):
-            self._tell({"wanted": {"model": model}})
-
-    def _may_retry(self, model: str) -> bool:
-        """Whether its last load failed for want of room, which may be there by now."""
         state = self._models.get(model, {})
-        return state.get("state") == "failed" and bool(state.get("retry"))
+        absent = state.get("state") == "absent" or may_be_made(model, self._models, self._catalogue.device)
+        if absent or may_retry(state):
+            self._tell({"wanted": {"model": model}})
 
     def _grant(self, connection: ServerConnection, request: Attach, shard: Shard) -> None:
         check_key(shard, request, self._models.get(request.model, {}), self._catalogue.device)
@@ -320,6 +325,7 @@ class Handlers:
             head, _ = parse_manifest(next(iter(fds)).fileno())
             give_back_unused()
             self._catalogue.check_publish(reservation, head)
+            check_spec(head, self._models.get(head.model, {}))
             check_slabs(head, list(fds)[1:])
             point("worker.publish-checked")
         except WeightCacheError:
@@ -356,24 +362,20 @@ class Handlers:
         self.drop({**describe(shard), "room_for": room_for})
         self._announce("evicted", shard, reason=f"room for {room_for}")
 
-    def _absent(self, model: str) -> WeightCacheError:
-        """Why a model is not here, or not whole, as well as the service knows."""
-        state = self._models.get(model, {})
-        device = self._catalogue.device
-        match state.get("state"):
-            case "loading" | "queued":
-                return ModelLoading(model=model, device=device, progress=state.get("progress", 0.0))
-            case "absent":
-                return ModelNotLoaded(model=model, device=device)
-            case "failed":
-                return ModelFailed(model=model, device=device, reason=state.get("reason"))
-        known = sorted({shard.model for shard in self._catalogue.shards} | set(self._models))
-        return NoSuchModel(model=model, device=device, known=known)
+    def _absent(self, request: Attach) -> WeightCacheError:
+        """Why a model is not here, or not whole. Who is publishing what belongs on other devices is waited for."""
+        catalogue, state = self._catalogue, self._models.get(request.model, {})
+        coming = any(item.model == request.model for item in catalogue.reservations)
+        if not coming and (error := elsewhere(request, state, catalogue.device)) is not None:
+            return error
+        here = {name for name, said in self._models.items() if "belongs" not in said}
+        known = sorted(here | {shard.model for shard in catalogue.shards})
+        return why_absent(request.model, state, catalogue.device, known)
 
     def _waited_enough(self, connection: ServerConnection) -> None:
         waiting = self._end_wait(connection)
         if waiting is not None:
-            reason = self._absent(waiting.request.model)
+            reason = self._absent(waiting.request)
             path = f"{self._catalogue.device}.sock"
             connection.fail(TimedOut(path=path, seconds=waiting.request.wait, waited_for=f"an attach: {reason}"))
 

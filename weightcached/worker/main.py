@@ -11,7 +11,8 @@ Channel, service to worker:
     {"held": {"model", "generation"}}                   the service holds its copies of a published shard
     {"models": {name: {...}}}                           what becomes of each model, and which may be given out
     {"dropped": {"model", "generation"}}                the service and its manager have let go of a dropped shard
-    {"unneeded": {"model", "generation", "reason"}}     its other ranks are not there: this one may go, if it is idle
+    {"unneeded": {"model", "generation", "reason"}}     another of its ranks is gone: this one may go, if it is idle
+    {"withdrawn": {"model", "generation", "reason"}}    the load that published it has failed: nobody else gets it
     {"digested": {"model", "generation", "problem"}}    the digests of what it was loaded from are remembered now, or
                                                         given up because of `problem`
     {"lost": {"reason"}}                                the device is lost, and all that was on it, until it is back
@@ -141,6 +142,8 @@ class Worker:
                 self._handlers.dropped(model, generation)
             case {"unneeded": {"model": str(model), "generation": int(generation), "reason": str(reason)}}:
                 self._handlers.unneeded(model, generation, reason)
+            case {"withdrawn": {"model": str(model), "generation": int(generation), "reason": str(reason)}}:
+                self._handlers.withdrawn(model, generation, reason)
             case {"digested": {"model": str(model), "generation": int(generation), "problem": None | str() as problem}}:
                 self._handlers.digested(model, generation, problem)
             case {"lost": {"reason": str(reason), "model": str(model), "generation": int(generation)}}:
