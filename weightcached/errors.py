@@ -145,7 +145,7 @@ class LockHeld(WeightCacheError):
 
     code = "lock-held"
     exit_code = 75  # EX_TEMPFAIL of sysexits.h
-    sentence = "{device} is served by weightcached@{instance}, pid {pid}; stop it or start this one with --take-over"
+    sentence = "{device} is served by weightcached@{instance}, pid {pid}; stop that service or use --take-over"
 
 
 class DeviceError(WeightCacheError):
@@ -278,7 +278,7 @@ class ModelElsewhere(NoSuchModel):
 
 
 class OtherContent(NoSuchModel):
-    """Fields: model, device, known, cached (compared with), file, digest, recorded, differing (number), files (of)."""
+    """Fields: model, device, known, cached (compared with), file, digest, recorded, differing, files (numbers)."""
 
     code = "other-content"
     sentence = (

@@ -105,9 +105,9 @@ def test_default_privacy(engine: Engine) -> None:
         ({"key": {**KEY, "layers": (1.5, 2)}}, r"layers is \(1.5, 2\)"),
         ({"attributes": {"a": "\ud800"}}, "attribute 'a'"),
         ({"attributes": {5: 1}}, "attribute 5"),
-        ({"name": "a/b"}, "the name 'a/b' is none for a model: 1 to 128 letters"),
-        ({"name": ""}, "the name '' is none"),
-        ({"name": 3}, "the name 3 is none"),
+        ({"name": "a/b"}, "'a/b' cannot be the name of a model: 1 to 128 letters"),
+        ({"name": ""}, "'' cannot be the name"),
+        ({"name": 3}, "3 cannot be the name"),
         ({"tensors": None}, "NoneType is neither a module nor a mapping of tensors"),
     ],
 )

@@ -24,8 +24,8 @@ from weightcached.errors import (
     CheckpointChanged,
     ConnectionLost,
     DeviceFull,
+    EngineError,
     NoSuchModel,
-    ProtocolError,
     ServiceNotRunning,
     TimedOut,
 )
@@ -46,7 +46,7 @@ def test_refused_before_anything_moves(worker: RunningWorker, engine: Engine) ->
     with NoDescriptorLeaks():
         with pytest.raises(DeviceFull):
             publish("large", large, key=KEY, device="host-0")
-        with pytest.raises(ProtocolError, match="no name for a model"):
+        with pytest.raises(EngineError, match="'a/b' cannot be the name of a model"):
             publish("a/b", engine, key=KEY, device="host-0")
     assert addresses(engine) == before
 

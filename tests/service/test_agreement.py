@@ -146,7 +146,7 @@ def test_many_differences_are_one_line(described: Callable[[int], Description]) 
         (changed("models/m/settings/dtype", "x"), "make [[model]] the same in the configs of the nodes that differ, "),
         (changed("models", {}), "make [[model]] the same in the configs of the nodes that differ, then `weightc"),
         (changed("models/m/key/content", "x"), "put the same files on the nodes that differ, then `weightcachectl re"),
-        (changed("models/m/key/layout", "x"), "have it made by the same engine on the nodes that differ: `weightcach"),
+        (changed("models/m/key/layout", "x"), "have it made in the same way on the nodes that differ: `weightcach"),
     ],
     ids=lambda value: value.split(" the nodes")[0] if isinstance(value, str) else "",
 )

@@ -34,16 +34,20 @@ def has_ipv6() -> bool:
 @pytest.fixture
 def make_nodes(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeNodes]:
     """``make_nodes(command, *lines, ...)``: two nodes that are not started, each with one rank of the model "cut" by
-    that command. `lines` are more of the model's, `top` goes in front."""
+    that command. `lines` are more of the model's, `top` goes in front, `then` is a line of another model, "next"."""
     monkeypatch.setenv("PYTHONPATH", import_path())
     made: list[Node] = []
 
-    def make(command: list[str], *lines: str, address: str = "127.0.0.1", top: str = "") -> list[Node]:
+    def make(
+        command: list[str], *lines: str, address: str = "127.0.0.1", top: str = "", then: str | None = None
+    ) -> list[Node]:
         port, publisher_port = free_port(address), free_port(address)
         more = ("keep_alive = 0.3", "timeout = 60", f"publisher_port = {publisher_port}")
         at = f"[{address}]" if ":" in address else address
         of_model = ("tensor_parallel = 2", f"publisher = {json.dumps(command)}", *lines)
         text = top + HOST + model("cut", checkpoint, *of_model)
+        if then is not None:
+            text += model("next", checkpoint, "tensor_parallel = 2", "preload = false", then)
         made.extend(Node(rank, text + table(2, rank, port, *more, address=at)) for rank in range(2))
         return made
 
@@ -108,6 +112,7 @@ def test_a_load_is_over_when_the_ranks_of_all_nodes_are(make_nodes: MakeNodes, f
     nodes = make_nodes(holding(fifo), "preload = false", top=LAZY)
     load_until_rank_1_holds(nodes)
     assert state(nodes[0]) == ("loading", 1)
+    assert nodes[0].service.model("cut")["held_back"] == "its load is not over on all nodes"
     fifo.write_text("0")
     for node in nodes:
         node.agreed()
@@ -127,6 +132,21 @@ def test_a_rank_that_fails_late_takes_those_of_other_nodes_with_it(make_nodes: M
         assert "what it had published, generation 1 on host-0, is evicted again" in said
         assert "the publisher of rank 1 on host-0 ended by exit status 3" in said
     assert "node 1, which has ranks of it, loads it no more: cut: " in nodes[0].service.model("cut")["error"]["message"]
+    for node in nodes:
+        node.stop()
+
+
+def test_a_failure_is_heard_of_though_the_next_load_has_begun(make_nodes: MakeNodes, fifo: Path) -> None:
+    """Node 1 has another model to load as soon as the first one has failed there: no datagram has said that before."""
+    hangs = f'publisher = ["python", "{PUBLISHING}", "hang=1"]'
+    nodes = make_nodes(holding(fifo), "preload = false", top=LAZY, then=hangs)
+    load_until_rank_1_holds(nodes)
+    nodes[1].service.ctl("load", "next")
+    fifo.write_text("3")
+    for node in nodes:
+        assert becomes_true(lambda node=node: state(node) == ("failed", 0))
+    assert "node 1, which has ranks of it, loads it no more: " in nodes[0].service.model("cut")["error"]["message"]
+    assert nodes[1].service.model("next")["state"] == "loading"
     for node in nodes:
         node.stop()
 

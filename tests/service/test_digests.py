@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -124,7 +125,7 @@ def test_all_ranks_are_digested_once(start_service: StartService, checkpoint: Pa
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (touch, "small.safetensors: is not the file any more that was loaded"),
+        (touch, "small.safetensors: (is not the file any more that|was written or altered while it)"),  # by its moment
         (Path.unlink, "small.safetensors"),
         (None, "the digest process ended by signal SIGKILL before it answered"),
     ],
@@ -144,10 +145,10 @@ def test_a_digest_is_given_up(
     wait_until(lambda: "its digest is given up" in service.log, service)
     (line,) = (line for line in service.log.splitlines() if "its digest is given up" in line)
     assert "what was published of it is found by the very same files only" in line
-    assert why in line
-    assert why in digest_of_engine(service).removeprefix("given up: ")
+    assert re.search(why, line)
+    assert re.search(why, digest_of_engine(service).removeprefix("given up: "))
     os.kill(process_of_role(service, "worker"), signal.SIGKILL)  # the next one is told again
-    assert why in digest_of_engine(service)
+    assert re.search(why, digest_of_engine(service))
     assert "digest given up" in service.ctl("status")
     assert recall(before) == [None]
     assert held_by("engine", "host-0", layout="test-1/0") == b"x0".ljust(16)

@@ -23,16 +23,13 @@ from weightcached.service.membership import (
     Members,
     Seen,
     View,
-    changes,
     cluster_id,
-    describe_nodes,
     encode,
-    missing_nodes,
 )
 
 ID = cluster_id(29650)
-BEAT = Beat(node=1, nodes=2, boot="b1", state="loaded", digest="d", load=Load.of("m"))
-LOAD = asdict(Load.of("m"))
+BEAT = Beat(node=1, nodes=2, boot="b1", state="loaded", digest="d", load=Load.after(None, "m"))
+LOAD = asdict(Load.after(None, "m"))
 OWN = replace(BEAT, node=0, boot="b0")
 VIEW = View("b0", 3, (Seen("loaded", "10.0.0.1", 0.0), Seen("gone", "10.0.0.2", 1.5, "it was stopped")), number=9)
 KEEP = 5.0
@@ -55,7 +52,7 @@ def test_a_datagram_is_read_as_it_was_written() -> None:
 
 def test_what_is_too_large_is_said_shorter() -> None:
     """A view of as many nodes as there may be, each with its problem, is one datagram; so is a beat in any language."""
-    load = replace(Load.of("m" * 128), state="called off")
+    load = replace(Load.after(None, "m" * 128), state="called off", failed="0" * 8)
     where = "2001:db8:1111:2222:3333:4444:5555:6666"
     many = (Seen("gone", where, 12345.6, "x" * PROBLEM_CHARS, load),) * MAX_NODES
     data = encode(ID, View("b0" * 8, 1 << 40, many))
@@ -96,8 +93,9 @@ def test_what_is_too_large_is_said_shorter() -> None:
         changed(encode(ID, BEAT), "beat", load={**LOAD, "id": "\n"}),
         changed(encode(ID, BEAT), "beat", load={**LOAD, "state": "lost"}),
         changed(encode(ID, BEAT), "beat", load={"model": "m"}),
+        changed(encode(ID, BEAT), "beat", load={**LOAD, "failed": 1}),
     ],
-    ids=range(26),
+    ids=range(27),
 )
 def test_a_beat_that_is_none_is_dropped_and_counted(data: bytes) -> None:
     """Whatever is in it: nothing raises, and nothing of it is used."""
@@ -169,8 +167,10 @@ def test_a_node_is_gone_after_three_missed_signs_of_life(members: Members) -> No
     last = MISSED * KEEP
     assert members.seen(last)[1] == Seen("loaded", "10.0.0.2", last, load=BEAT.load)
     assert members.seen(last + 0.1)[1].state == "gone"
-    members.heard(replace(BEAT, number=1), ("10.0.0.2", 2), last + 1)
-    assert members.seen(last + 1)[1].state == "loaded"
+    members.heard(replace(BEAT, number=1, problem="m: no room"), ("10.0.0.2", 2), last + 1)
+    assert members.seen(last + 1)[1] == Seen("loaded", "10.0.0.2", 0.0, "m: no room", BEAT.load)
+    silent = members.seen(2 * last + 2)[1]
+    assert (silent.state, silent.problem) == ("gone", None)  # which is not why
 
 
 def test_a_node_that_says_that_it_leaves_is_gone_at_once(members: Members) -> None:
@@ -286,52 +286,7 @@ def test_views_go_to_the_others(members: Members) -> None:
     assert members.addresses() == [(1, ("10.0.0.2", 2))]
 
 
-def test_a_status_has_each_node() -> None:
-    """With its ranks, and with what is not cached there, where that is known."""
-    first, second = describe_nodes([Seen("gone", "h", 2.0, "why"), Seen()], lambda node: {"m": [node, 7]}, [["m"]])
-    seen = {"state": "gone", "address": "h", "seen": 2.0, "problem": "why"}
-    assert first == {"node": 0, **seen, "ranks": {"m": [0, 7]}, "absent": ["m"]}
-    assert (second["ranks"], second["absent"]) == ({"m": [1, 7]}, [])
-
-
-def test_the_journal_says_what_has_become_of_the_others() -> None:
-    """Each change once, with whether it is bad news; nothing of the node itself."""
-    unknown, loading, loaded = Seen(), Seen("loading"), Seen("loaded")
-    gone = Seen("gone", age=15.5)
-    assert changes([unknown, unknown], [loaded, loading], 0) == [(False, "node 1 is there, loading")]
-    assert changes([loaded, loading], [loaded, loaded], 0) == [(False, "node 1 is loaded")]
-    assert changes([loaded, loaded], [loaded, gone], 0) == [
-        (True, "node 1 is gone: nothing heard of it for 15.5 s; what is here stays")
-    ]
-    assert changes([gone, loaded], [loaded, loaded], 1) == [(False, "node 0 is back, loaded")]
-    stopped = Seen("gone", problem="it was stopped")
-    assert changes([loaded], [stopped], 1) == [(True, "node 0 is gone: it was stopped; what is here stays")]
-    assert changes([gone], [replace(gone, age=20.0)], 1) == []
-
-
-@pytest.mark.parametrize(
-    ("states", "me", "refusal", "said"),
-    [
-        (["loaded", "loaded", "loading"], 0, None, ""),
-        (["loaded", "unknown", "gone"], 0, None, "node 1 (never heard of), node 2 (gone, last heard of at h2: why)"),
-        (["loaded", "unknown", "loaded"], 0, "nodes = 4", "node 1 (never heard of); nodes = 4"),
-        (["loaded", "loaded", "loaded"], 0, "nodes = 4", ""),
-        (["unknown", "loaded", "unknown"], 1, None, "node 0, which does not answer there; do all nodes have its"),
-        (["gone", "loaded", "unknown"], 1, None, "node 0 (gone, last heard of at h0: why)"),
-        (["loaded", "loaded", "unknown"], 1, None, "node 2 (never heard of)"),
-        (["gone", "loaded", "unknown"], 1, "node 0 refuses this one", ""),
-    ],
-)
-def test_a_start_says_who_is_not_there(states: list[Any], me: int, refusal: str | None, said: str) -> None:
-    """With the reason where one is known: that of the node itself, or why node 0 does not count it."""
-    nodes = [
-        Seen(state, f"h{node}", 1.0, "why") if state == "gone" else Seen(state) for node, state in enumerate(states)
-    ]
-    found = missing_nodes(nodes, me, refusal)
-    assert found == said or (found.startswith(said) and said.endswith("its"))
-
-
-@pytest.mark.parametrize("module", ["membership", "place", "links", "cluster", "rounds", "agreement"])
+@pytest.mark.parametrize("module", ["membership", "place", "nodes", "joint", "links", "cluster", "rounds", "agreement"])
 def test_no_clock_is_compared_with_another_nodes(module: str) -> None:
     """Skewed and stepped clocks have no effect: none but the monotonic one is read, and what is sent are ages."""
     text = (Path(membership.__file__).with_name(f"{module}.py")).read_text()

@@ -11,7 +11,7 @@ import pytest
 from weightcached.config import Config, ModelConfig
 from weightcached.errors import CheckpointChanged, CheckpointError, ConfigError, DeviceError, DeviceFull, LoadFailed
 from weightcached.service import models
-from weightcached.service.models import HeldBack, LoadSpec, Model, start_failure, summary
+from weightcached.service.models import HeldBack, Model, start_failure, summary
 
 ERROR = CheckpointError(file="/models/m/model.safetensors", problem="is not there")
 
@@ -252,43 +252,6 @@ def test_a_failure_ends_with_what_failed() -> None:
     assert (model.state, model.error) == ("absent", None)
 
 
-def test_a_spec_is_all_that_a_load_depends_on() -> None:
-    """Equal configs make equal specs, whatever of them does not concern a load."""
-    devices = ("host-0", "host-1")
-    spec = LoadSpec.of(config(tensor_parallel=2), devices)
-    assert LoadSpec.of(config(tensor_parallel=2, preload=False), devices) == spec
-    for changed in (
-        {"tensor_parallel": 1, "pipeline_parallel": 2},
-        {"checkpoint": "/models/n"},
-        {"dtype": "bfloat16"},
-        {"rules": ["model.layers.*.extra: col"]},
-        {"expert_parallel": True},
-        {"publisher": ["x"]},
-    ):
-        assert LoadSpec.of(config(**{"tensor_parallel": 2, **changed}), devices) != spec
-    assert LoadSpec.of(config(tensor_parallel=2), ("host-1", "host-0")) != spec
-
-
-def test_a_digest_is_of_the_whole_spec() -> None:
-    """Specs differ where their digests do; what a config leaves out does not count, so that it may get more fields."""
-    devices = ("host-0", "host-1")
-    specs = [
-        LoadSpec.of(config(**{"tensor_parallel": 2, **changed}), order)
-        for changed in (
-            {},
-            {"checkpoint": "/models/n"},
-            {"dtype": "bfloat16"},
-            {"rules": ["model.layers.*.extra: col"]},
-            {"publisher": ["x"]},
-            {"publisher": ["x", "y"]},
-        )
-        for order in (devices, devices[::-1])
-    ]
-    assert len({spec.digest for spec in specs}) == len(set(specs)) == 12
-    assert LoadSpec.of(config(tensor_parallel=2), devices).digest == specs[0].digest
-    assert LoadSpec.of(config(), ("host-0",)).digest == "e09f4ac2002c08b4c6d9b450048d8942"
-
-
 def test_the_summary_is_one_line_for_all() -> None:
     """What loads comes first, then what is served and how much, then what is cached but not given out, or failed."""
     loading, there, broken = new(name="big"), new(), new(name="broken")
@@ -388,6 +351,7 @@ def test_the_worker_is_told_state_progress_and_reason() -> None:
     evictable = {"retry": False, "pin": False, "keep": False, "replace": "beside"}
     assert model.for_worker() == {**said, **evictable}
     failed(model)
+    said["spec"] = model.spec.digest  # until its process has ended
     assert model.for_worker() == {
         **said, "state": "failed", "reason": "/models/m/model.safetensors: is not there", **evictable,
     }  # fmt: skip
@@ -599,19 +563,20 @@ def test_a_model_that_is_not_there_is_not_held_back() -> None:
 
 
 def test_other_devices_are_told_where_a_model_belongs() -> None:
-    """And by which load alone the service publishes; with several ranks also which of them is where."""
+    """And that the service publishes nothing of it there; with several ranks also which of them is where."""
     model = new()
+    begin(model)
     assert model.for_others() == {"belongs": ["host-0"], "spec": None}
-    model.begin()
-    assert model.for_others() == {"belongs": ["host-0"], "spec": model.spec.digest}
-    model = pair()
-    told = model.for_others()
-    assert told["belongs"] == ["host-0", "host-1"] and told["spec"] == model.for_worker()["spec"]
-    assert told["group"] == model.for_worker()["group"]
+    told = pair().for_others()
+    assert told["belongs"] == ["host-0", "host-1"]
+    assert told["group"] == pair().for_worker()["group"]
 
 
-def test_a_spec_says_which_ranks_are_here() -> None:
-    """Of equal devices on two nodes, by another digest; a model that is all here keeps the digest that it had."""
-    spec = pair().spec
-    assert spec.first == 0
-    assert spec._replace(first=2).digest != spec.digest
+def test_workers_know_by_which_load_the_service_publishes() -> None:
+    """The one that was begun last, also when the config has changed meanwhile, or an engine has published the model."""
+    model = new()
+    begin(model)
+    spec = model.spec.digest
+    model.configure(config(checkpoint="/models/other"), ("host-0",))
+    model.published("host-0", 1, 100)
+    assert (model.state, model.for_worker()["spec"]) == ("cached", spec) != ("cached", model.spec.digest)

@@ -16,10 +16,12 @@ from tests.leaks import NoDescriptorLeaks
 from tests.running import import_path, own_children
 from tests.service.commands import PRINT, run_command
 from weightcached.config import ModelConfig
-from weightcached.service import publishers
-from weightcached.service.elsewhere import Elsewhere
-from weightcached.service.models import LoadSpec, Model
-from weightcached.service.publishers import Publishers
+from weightcached.errors import ConnectionFailed, RuntimeDirectoryError
+from weightcached.service import publisher_rank, publishers
+from weightcached.service.joint import JointLoad
+from weightcached.service.models import Model
+from weightcached.service.publishers import Publishers, free_port
+from weightcached.service.spec import LoadSpec
 from weightcached.service.vault import Vault
 
 
@@ -42,12 +44,56 @@ def test_ranks_on_several_nodes_meet_where_they_are_told(
     assert "1 of its ranks are on other nodes" in str(asyncio.run(Publishers(model, Vault()).run()))
     monkeypatch.setattr(ModelConfig, "meeting", ("10.0.0.1", 29600))
     with caplog.at_level(logging.INFO):
-        asyncio.run(Publishers(model, Vault(), Elsewhere(1, 60.0, lambda: None)).run())
+        asyncio.run(Publishers(model, Vault(), JointLoad(1, 60.0, lambda: None)).run())
 
     said = [record.getMessage() for record in caplog.records]
     for rank, local, last in ((1, "0", []), (2, "0", ["GPU-aa"])):
         lines = [line.removeprefix(f"m: rank {rank}: ") for line in said if line.startswith(f"m: rank {rank}: ")]
         assert lines == [str(rank), local, "3", "2", "10.0.0.1", *last]
+
+
+@pytest.mark.parametrize("how", ["called off", "failed"])
+def test_what_ends_before_a_process_is_started(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """Called off while node 0 looks for its own address, or without one: no process, and the other nodes know which."""
+    config = ModelConfig.model_validate(
+        {"name": "m", "checkpoint": "/m", "publisher": ["sh", "-c", PRINT], "tensor_parallel": 2}
+    )
+    joint = JointLoad(0, 60.0, lambda: None)
+    load = Publishers(Model(config, ("host-0",)), Vault(), joint)
+
+    async def resolve(name: str, port: int) -> str:
+        if how == "called off":
+            load.call_off()
+        raise ConnectionFailed(path=name, problem="is not to be found")
+
+    monkeypatch.setattr(publishers, "resolve", resolve)
+    monkeypatch.setattr(ModelConfig, "meeting", ("node-0", 29600))
+    with caplog.at_level(logging.INFO):
+        error = asyncio.run(load.run())
+    assert (error is None) == (how == "called off")
+    assert joint.load is not None and joint.load.state == how
+    assert not caplog.records
+
+
+def test_an_error_of_the_service_itself_is_a_failure_for_others(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a socket directory that is no longer to be trusted."""
+    config = ModelConfig.model_validate(
+        {"name": "m", "checkpoint": "/m", "publisher": ["sh", "-c", PRINT], "tensor_parallel": 2}
+    )
+    joint = JointLoad(0, 60.0, lambda: None)
+    monkeypatch.setattr(ModelConfig, "meeting", ("127.0.0.1", free_port()))
+
+    def not_trusted() -> Path:
+        raise RuntimeDirectoryError(path=str(runtime_dir), problem="others can write to it")
+
+    monkeypatch.setattr(publisher_rank, "runtime_dir", not_trusted)
+    with pytest.raises(RuntimeDirectoryError):
+        asyncio.run(Publishers(Model(config, ("host-0",)), Vault(), joint).run())
+    assert joint.load is not None and joint.load.state == "failed"
 
 
 def test_all_ranks_have_one_free_port(runtime_dir: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from tests.running import ROOT, RunningService, children_of, import_path, proces
 from tests.service.conftest import HOST, HOSTS, StartService, attach, held_by, model
 from tests.worker.process import shard
 from weightcached.config import load_config
-from weightcached.errors import ModelElsewhere, ModelFailed, NoSuchModel
+from weightcached.errors import ModelElsewhere, ModelFailed
 from weightcached.service.claim import Claim, Owner
 from weightcached.service.main import Service
 from weightcached.service.models import Model
@@ -81,6 +81,44 @@ def test_ranks_of_two_loads_are_named_before_they_are_given_out(
     asyncio.run(main())
 
 
+def test_a_shard_that_comes_after_its_load_has_ended_does_not_count(
+    runtime_dir: Path, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker had taken it over when its process was ended: it is withdrawn when that holds it, and the model stays
+    failed. One of the load under way counts, and one that an engine publishes."""
+    (tmp_path / "test.toml").write_text(HOST + model("m", checkpoint))
+    told: list[dict[str, Any]] = []
+
+    async def main() -> None:
+        async with service_of(runtime_dir, tmp_path / "test.toml") as service:
+            shards = service.workers["host-0"]._owner
+            loaded = service.models["m"] = Model(service.config.models[0], ("host-0",))
+            monkeypatch.setattr(WorkerProcess, "_send", lambda worker, message: told.append(message))
+
+            def arrives(generation: int, **attributes: str) -> None:
+                with shard("m", generation, b"data", attributes=attributes) as fds:
+                    service.vault.hold("host-0", "m", generation, 4, fds)
+                shards.shard_arrived("host-0", "m", generation)
+                shards.shard_held("host-0", "m", generation)
+
+            loaded.begin()
+            spec = loaded.spec.digest
+            loaded.fail(loaded.load_failed("its process was killed"))
+            loaded.load_spec = None
+            arrives(1, spec=spec)
+            assert (loaded.state, loaded.ranks_cached, loaded.error is None) == ("failed", 0, False)
+            assert service.vault.find("host-0", "m") is None
+            assert [list(message) for message in told if "withdrawn" in message] == [["withdrawn"]]
+            loaded.begin()
+            arrives(2, spec=spec)
+            assert (loaded.state, loaded.generation_on("host-0")) == ("cached", 2)
+            loaded.load_spec = None
+            arrives(3)
+            assert (loaded.state, loaded.generation_on("host-0")) == ("cached", 3)
+
+    asyncio.run(main())
+
+
 def test_a_withdrawn_shard_is_given_to_no_other_worker(
     runtime_dir: Path, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +162,7 @@ def test_who_uses_what_a_failed_load_published_keeps_it_alone(
         row = next(line for line in service.ctl("status").splitlines() if line.startswith("bad  "))
         assert row.split()[:4] == ["bad", "host-0", "-", "draining"]
         for key in (LAYOUT, {**LAYOUT, "content": found["key"]["content"]}):
-            with pytest.raises((ModelFailed, NoSuchModel)):
+            with pytest.raises(ModelFailed):
                 attach("bad", **key)
     assert becomes_true(lambda: shards_of(service) == [])
     service.stop()

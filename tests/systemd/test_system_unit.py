@@ -163,3 +163,25 @@ def test_what_it_can_reach(installation: Installation) -> None:
     found = {finding["check"]: finding for finding in report["checks"]}
     assert (found["store"]["level"], found["unit"]["level"]) == ("ok", "ok")
     assert "user manager" not in found
+
+
+def test_a_publisher_runs_in_it(installation: Installation) -> None:
+    """Tied to the service by a call that the sandbox lets through; what it says and how it ends is in the status."""
+    run(
+        installation,
+        """
+        cat >> /etc/weightcached/one.toml <<END
+[[model]]
+name = "engine"
+checkpoint = "/home/$USER/models/minilm"
+preload = false
+publisher = ["sh", "-c", "echo here; exit 3"]
+END
+        systemctl start weightcached@one.service
+        save load as weightcached weightcachectl load engine
+        save wait as weightcached weightcachectl wait engine --timeout 20
+        """,
+    )
+    assert installation.code("load") == 0, installation.text("load")
+    ended = "the publisher of rank 0 on host-0 ended by exit status 3; it said last: here\n"
+    assert ended in installation.text("wait") + "\n", installation.text("wait")

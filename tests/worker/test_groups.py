@@ -127,7 +127,7 @@ def test_a_device_without_a_rank_names_those_that_have_them() -> None:
     assert elsewhere({"belongs": ["host-0"], "group": MANY}, tensor_parallel_size=1) == said
     two = {"belongs": ["host-0", "host-1"], "group": TWO}
     said = "m belongs on host-0, host-1, and is not on host-9; attach "
-    assert elsewhere(two) == said + "rank 0 with device='host-0', and so on in this order"
+    assert elsewhere(two) == said + "rank 0 with device='host-0', rank 1 with device='host-1'"
     assert elsewhere(two, tensor_parallel_size=1) == elsewhere(two)
     ranks = [{"tensor_parallel_size": 2, "tensor_parallel_rank": rank} for rank in (0, 1)]
     assert elsewhere(two, **ranks[1]) == said + "tensor parallel rank 1 of 2 with device='host-1'"

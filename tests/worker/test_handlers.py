@@ -409,7 +409,7 @@ class TestHeldBack:
 class TestElsewhere:
     """A model of the config none of whose ranks is on this device."""
 
-    STATE: ClassVar[dict[str, Any]] = {"belongs": ["host-1"], "spec": "now"}
+    STATE: ClassVar[dict[str, Any]] = {"belongs": ["host-1"], "spec": None}
 
     def test_who_asks_is_told_where_it_belongs(self, worker: WorkerProcess) -> None:
         """At once, whether it waits or not; the service need not hear of that."""
@@ -431,6 +431,16 @@ class TestElsewhere:
             worker.status()
             worker.tell({"models": {"moved": self.STATE}})
             assert answer(client)[0]["error"]["code"] == "model-elsewhere"
+
+    def test_who_waits_for_a_publish_that_comes_to_nothing_is_told(self, worker: WorkerProcess) -> None:
+        """As soon as the engine that had begun it has gone."""
+        worker.tell({"models": {"given-up": self.STATE}})
+        with worker.client() as waiting:
+            with worker.client() as publisher:
+                publisher.ask({"op": "reserve", "model": "given-up", "nbytes": 4})
+                waiting.send({"op": "attach", "model": "given-up", "wait": 30})
+                assert wait_begins(waiting)["state"] is None
+            assert answer(waiting)[0]["error"]["code"] == "model-elsewhere"
 
     def test_what_an_engine_has_published_there_is_given_out(self, worker: WorkerProcess) -> None:
         """By its own key, as on any device; who asks while it is on its way gets it too."""

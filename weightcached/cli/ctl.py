@@ -25,7 +25,7 @@ from ..paths import CONTROL_SUFFIX, check_runtime_dir, control_path, control_pat
 from ..text import holder, printable
 from ..wire.connection import Connection
 from ..wire.messages import Evict, Load, Reload, Request, Status, Subscribe, Verify
-from .output import cluster_lines, emit, held_back, human_bytes, print_json, print_table, rank_label, shard_notes
+from .output import cluster_lines, emit, human_bytes, print_json, print_table, rank_label, shard_notes
 
 Takes = Literal["none", "required", "optional"]
 HELLO_SECONDS = 10.0  # for a service to say who it is
@@ -107,7 +107,7 @@ def _status(args: argparse.Namespace) -> int:
         for model in service["models"]:
             if model["ranks"] > 1:
                 emit(f"{model['model']}: {model['state']}, {model['ranks_cached']}/{model['ranks']} ranks")
-            if reason := held_back(model):
+            if reason := model.get("held_back"):
                 emit(printable(f"{model['model']}: cached, but not given out: {reason}"))
             if model["error"]:
                 emit(f"{model['model']}: {from_wire(model['error'])}")
@@ -169,7 +169,7 @@ def _model_rows(service: dict[str, Any]) -> list[list[str]]:
             state = shard["state"]
             if state == "cached" and model.get("state") == "loading":
                 state = f"cached, {_progress(model)}"
-            state += ", held back" if state == "cached" and held_back(model) else ""
+            state += ", held back" if state == "cached" and model.get("held_back") else ""
             state += shard_notes(shard)
             users = ", ".join(f"{lease['pid']} ({lease['command']})" for lease in shard["leases"])
             rows.append(
@@ -230,7 +230,7 @@ def _load(args: argparse.Namespace) -> int:
     where = ", ".join(answer["devices"])
     if args.json:
         _print(args, answer)
-    elif answer["state"] == "cached" and (reason := held_back(answer)):
+    elif answer["state"] == "cached" and (reason := answer.get("held_back")):
         emit(printable(f"{args.model} is cached on {where} already, but not given out: {reason}"))
     elif answer["state"] == "cached":
         emit(f"{args.model} is cached on {where} already")
@@ -267,7 +267,7 @@ def _wait(args: argparse.Namespace) -> int:
             try:
                 event = service.next_event(None if end is None else end - time.monotonic())
             except TimedOut:
-                what = ", ".join(f"{item['model']} ({held_back(item) or item['state']})" for item in missing)
+                what = ", ".join(f"{item['model']} ({item.get('held_back') or item['state']})" for item in missing)
                 raise TimedOut(path=str(service.path), seconds=args.timeout, waited_for=what) from None
             if event.get("what") == "model":
                 states[event["model"]] = event

@@ -42,11 +42,6 @@ def shard_notes(shard: Mapping[str, Any]) -> str:
     return (", pinned" if shard.get("pin") else "") + (f", digest {digest}" if digest != "known" else "")
 
 
-def held_back(model: Mapping[str, Any]) -> str | None:
-    """Why a model of a status, whose ranks are all cached, is given to nobody by its name; None for any other one."""
-    return model.get("held_back") if model and model["ranks_cached"] == model["ranks"] else None
-
-
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Collection[str] = ()) -> None:
     """Prints a table to stdout; columns named in `right` are aligned right.
 

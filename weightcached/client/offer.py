@@ -67,9 +67,7 @@ def make_offer(
     attributes: Mapping[str, Scalar] | None,
 ) -> Offer:
     """The arguments of `publish`, checked. `EngineError` for what cannot be carried, `CheckpointChanged`."""
-    if str(name) != name or not MODEL_NAME.fullmatch(name):
-        allowed = "1 to 128 letters, digits, dots, underscores and dashes, the first no dot or dash"
-        raise EngineError(problem=f"the name {name!r} is none for a model: {allowed}")
+    _require_name(name)
     scalars = _checked(attributes or {})
     named = _named(torch, tensors, tensor_attributes)
     read = _files(checkpoint, files)
@@ -94,6 +92,12 @@ def checkpoint_files(path: str | os.PathLike[str]) -> tuple[SourceFile, ...]:
     with open_checkpoint(os.fspath(path)) as found:
         blobs = zip(found.files, found.blob_digests(), strict=True)
         return tuple(dataclasses.replace(file.source, digest=digest) for file, digest in blobs)
+
+
+def _require_name(name: object) -> None:
+    if not isinstance(name, str) or not MODEL_NAME.fullmatch(name):
+        allowed = "1 to 128 letters, digits, dots, underscores and dashes, the first no dot or dash"
+        raise EngineError(problem=f"{name!r} cannot be the name of a model: {allowed}")
 
 
 def _named(torch: Any, tensors: Any, tensor_attributes: Iterable[str]) -> list[NamedTensor]:

@@ -27,8 +27,9 @@ from ..shard.key import FORMAT_VERSION, STAT_CONTENT
 from ..shard.manifest import SCHEMA
 from ..text import MODEL_NAME, cut_middle
 from ..wire.messages import PROTOCOL
-from .membership import Seen, is_count, missing_nodes
+from .membership import Seen, is_count
 from .models import Model
+from .nodes import missing_nodes
 
 SHOWN = 80  # characters of a value in a sentence
 SHOWN_VALUES = 8  # of one field in a sentence
@@ -48,8 +49,8 @@ _NEXT_STEP: dict[Kind, str] = {
     "or start the service again",
     "files": "put the same files on the nodes that differ, then `weightcachectl reload` there, or start the service "
     "again",
-    "made": "have it made by the same engine on the nodes that differ: `weightcachectl evict` it there, then "
-    "`weightcachectl load` it",
+    "made": "have it made in the same way on the nodes that differ: `weightcachectl evict` it there, then load it by "
+    "the same config, or engine",
 }
 _OF_FILES = ("content", "config", "revision", "architecture", "quantization", "quantization_digest")  # of a key
 
@@ -58,7 +59,8 @@ _OF_FILES = ("content", "config", "revision", "architecture", "quantization", "q
 class Difference:
     """A field in which nodes differ. `model` is None where it is of the nodes as a whole; `values` by node.
 
-    `kind` is where the field comes from: "made" is who has published what is cached.
+    `kind` is what to change where it differs. Fields of a key are "files" if they follow from the checkpoint, else
+    "made": what is cached was made otherwise.
     """
 
     model: str | None
@@ -96,15 +98,21 @@ def describe_differences(found: Sequence[Difference]) -> str:
 
 
 def not_agreed(nodes: Sequence[Seen], me: int, refusal: str | None, problem: str | None) -> str:
-    """Why a model is not given out that the nodes have not agreed on. The same as long as no node's state changes.
+    """Why a model is not given out that the nodes have not agreed on. Without times, so that it changes with the nodes.
 
     `me`: the number of this node. `refusal`: why a node is not counted. `problem`: of the last attempt to agree.
     """
     missing = missing_nodes(nodes, me, refusal)
     loading = [node for node, item in enumerate(nodes) if item.state == "loading"]
-    why = [f"missing: {missing}"] if missing else []
-    why += [f"still loading: {_nodes(loading)}"] if loading else []
-    parts = ["the nodes of the cluster have not agreed on it yet", *(why or filter(None, [refusal or problem]))]
+    parts = ["the nodes of the cluster have not agreed on it yet"]
+    if missing:  # with the refusal in it
+        parts.append(f"missing: {missing}")
+    elif refusal:
+        parts.append(refusal)
+    if loading:
+        parts.append(f"still loading: {_nodes(loading)}")
+    if len(parts) == 1 and problem:
+        parts.append(problem)
     return cut_middle("; ".join(parts), REASON_CHARS, _REASON_HEAD)
 
 

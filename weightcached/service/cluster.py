@@ -36,13 +36,15 @@ from .agreement import (
     parse,
     to_text,
 )
-from .elsewhere import Elsewhere, failure
+from .joint import JointLoad, failure
 from .links import Link, open_link
-from .membership import PROBLEM_CHARS, PROBLEM_HEAD, Beat, Reported, Seen, changes, describe_nodes, missing_nodes
+from .membership import PROBLEM_CHARS, PROBLEM_HEAD, Beat, Reported, Seen
 from .models import HeldBack, Model
+from .nodes import changes, describe_nodes, missing_nodes
 from .pace import Pace, PacedLines
 from .rounds import Round
 
+NOT_DONE = HeldBack("its load is not over on all nodes", final=False)
 MEET_SECONDS = 60.0  # at least, for a rendezvous, in which all nodes that were there take part
 STEP_SECONDS = 0.02  # at least between two steps, since others decide how many datagrams come
 PACE_SECONDS = 5.0  # or keep_alive, if that is less: between lines, and between processes, after the first ones
@@ -73,8 +75,7 @@ class Cluster:
         self._models = models
         self._changed = changed
         self._to_lose = to_lose
-        self._loaded = False
-        self._leaving = False
+        self._loaded = self._leaving = False
         self._end: str | None = None  # why, as the others are told
         self._boot = secrets.token_hex(8)
         self._attempt = 0
@@ -94,14 +95,14 @@ class Cluster:
         self._link: Link | None = None
         self._rounds: set[asyncio.Task[None]] = set()  # the one under way, and those that are being ended
         self._round_name = ""
-        self.elsewhere: Elsewhere | None = None
+        self.joint: JointLoad | None = None
         if self._config is not None:
             self._nodes = (Seen(),) * self._config.nodes
             self._not_cached = [[] for _ in self._nodes]
             seconds = min(self._config.keep_alive, PACE_SECONDS)
             self._lines = PacedLines(_log, "cluster", Pace(LINES * self._config.nodes, seconds))
             self._round_pace = Pace(ROUNDS, seconds)
-            self.elsewhere = Elsewhere(self._config.node_rank, self._config.timeout, self._wake.set)
+            self.joint = JointLoad(self._config.node_rank, self._config.timeout, self._wake.set)
 
     def models_changed(self) -> None:
         """To be called at each change of a model, or of what is known of the nodes, before workers are told of it."""
@@ -175,9 +176,8 @@ class Cluster:
 
     def describe(self) -> dict[str, Any] | None:
         """The cluster in a status reply, None without one."""
-        if self._config is None:
+        if (config := self._config) is None:
             return None
-        config = self._config
         return {
             "node": config.node_rank,
             "master": config.meets_at,
@@ -218,13 +218,15 @@ class Cluster:
             agreed = self._agreed.get(model.name) == describe_model(model)
             if different := [item for item in self._differences if item.concerns(model.name)]:
                 model.held_back = HeldBack(describe_differences(different[:1]), final=True)
+            elif model.is_ending and model.config.meeting is not None:
+                model.held_back = NOT_DONE
             elif agreed or config.ready == "local":
                 model.held_back = None
             else:
                 model.held_back = not_yet
 
     def _beat(self) -> Beat:
-        assert self._config is not None and self.elsewhere is not None
+        assert self._config is not None and self.joint is not None
         busy = not self._loaded or any(model.state in ("queued", "loading") for model in self._models().values())
         state: Reported = "loading" if busy else "loaded"
         if self._leaving:
@@ -236,9 +238,9 @@ class Cluster:
             state,
             self._digest or "-",
             attempt=self._attempt,
-            problem=self._end or failure(self._models().values()),
+            problem=self._end or failure(self._models().values(), self.joint.model),
             publisher_port=self._config.publisher_port or 0,
-            load=self.elsewhere.load,
+            load=self.joint.load,
         )
 
     async def _open(self, config: ClusterConfig) -> Link:
@@ -262,11 +264,12 @@ class Cluster:
             await asyncio.sleep(config.keep_alive)
 
     def _step(self, link: Link) -> None:
-        assert self._config is not None and self.elsewhere is not None
+        assert self._config is not None and self.joint is not None
         found = link.step(time.monotonic())
         for bad, news in changes(self._nodes, found.nodes, self._config.node_rank):
             self._lines.say(logging.WARNING if bad else logging.INFO, news)
-        different = [item.state for item in found.nodes] != [item.state for item in self._nodes]
+        before, after = ([(item.state, item.problem) for item in nodes] for nodes in (self._nodes, found.nodes))
+        different = before != after
         self._nodes = found.nodes
         if found.refusal != self._refusal:
             if found.refusal is not None:
@@ -274,9 +277,9 @@ class Cluster:
             self._refusal, different = found.refusal, True
         if found.round != self._round_name:
             self._begin_round(link, found.round)
-        waiting = self.elsewhere.sentence()
-        self.elsewhere.look(found.nodes, found.refusal, time.monotonic())
-        different = different or waiting != self.elsewhere.sentence()
+        waiting = self.joint.sentence()
+        self.joint.look(found.nodes, found.refusal, time.monotonic())
+        different = different or waiting != self.joint.sentence()
         if different:
             self._tell()
 
@@ -353,7 +356,6 @@ class Cluster:
 
     def _met(self, texts: list[str], said: Description) -> None:
         """Compares what the nodes have said, `said` of this one among it."""
-        assert self._config is not None
         found = [parse(text, node) for node, text in enumerate(texts)]
         self._meeting = None
         self._not_cached = [not_cached(item, among=said["models"]) for item in found]
@@ -377,8 +379,7 @@ class Cluster:
 
     def _shown_problem(self) -> str | None:
         """What is wrong among the nodes, for people; None if nothing is."""
-        waiting = self.elsewhere.sentence() if self.elsewhere is not None else None
-        return self._refusal or self._problem or waiting
+        return self._refusal or self._problem or (self.joint.sentence() if self.joint is not None else None)
 
     def _ranks_on(self, node: int) -> dict[str, list[int]]:
         """The first and the last rank of each model there."""

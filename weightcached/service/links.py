@@ -176,7 +176,8 @@ class NodeLink(Link):
         age = now - self._heard
         if self._view is not None:
             state: State = "gone" if age > MISSED * self._config.keep_alive else nodes[0].state
-            nodes[0] = replace(nodes[0], state=state, address=self.host, age=round(age, 1))
+            problem = nodes[0].problem if state == nodes[0].state else None  # a silent one has given none
+            nodes[0] = replace(nodes[0], state=state, address=self.host, age=round(age, 1), problem=problem)
         name = f"{self._view.boot}/{self._view.round}" if self._view is not None and self._view.round else ""
         return Step(tuple(nodes), name, self._refused(now))
 

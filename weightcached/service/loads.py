@@ -23,7 +23,7 @@ from ..paths import socket_path
 from ..text import describe_exit
 from ..wire.framing import decode
 from ..wire.stream import Stream
-from .elsewhere import Elsewhere
+from .joint import JointLoad
 from .models import Model
 from .publishers import Publishers
 from .vault import Vault
@@ -39,7 +39,8 @@ class Loads:
 
     `staging()`, asked for each loader: bytes of host memory that it may pass the checkpoint through. `vault` tells what
     a publisher has published; borrowed. `withdraw(model, shards)` evicts what a load had published of a model, device
-    and generation of each, before it failed. `elsewhere`: the ranks on other nodes, if there are any.
+    and generation of each, before it failed. `joint`: what other nodes do of loads together with them, if there
+    are any.
     """
 
     def __init__(
@@ -48,10 +49,10 @@ class Loads:
         staging: Callable[[], int],
         vault: Vault | None = None,
         withdraw: Callable[[Model, list[tuple[str, int]]], None] = lambda model, shards: None,
-        elsewhere: Elsewhere | None = None,
+        joint: JointLoad | None = None,
     ) -> None:
         self._withdraw = withdraw
-        self._elsewhere = elsewhere
+        self._joint = joint
         self._changed = changed
         self._staging = staging
         self._vault = vault or Vault()
@@ -137,6 +138,7 @@ class Loads:
             # Published models were marked by the worker's word; what is left here was called off, or was published by
             # a command that has ended now.
             model.called_off()
+        model.load_spec = None
         self._changed(model)
         if self._again is model:
             self._again = None
@@ -144,7 +146,7 @@ class Loads:
 
     def _loader_of(self, model: Model) -> LoaderProcess | Publishers:
         if model.spec.publisher:
-            return Publishers(model, self._vault, self._elsewhere)
+            return Publishers(model, self._vault, self._joint)
         return LoaderProcess(model, self._staging(), self._changed)
 
 

@@ -123,7 +123,7 @@ class Service:
         staging = lambda: self.config.staging_memory  # noqa: E731
         self.cluster = Cluster(config, lambda: self.models, self._cluster_changed, to_lose=bool(handed))
         self.loads = Loads(
-            self._model_changed, staging, self.vault, lambda *half: shards.withdraw(*half), self.cluster.elsewhere
+            self._model_changed, staging, self.vault, lambda *half: shards.withdraw(*half), self.cluster.joint
         )
         self.digests = Digests(lambda device, *told: self.workers[device].digested(*told))
         self.verifications = Verifications()

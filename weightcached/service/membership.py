@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -44,18 +44,26 @@ class Load:
     """A node's part of the last load there whose publisher has ranks on several nodes.
 
     `model` is a digest of its name, which may be too long for a view of many nodes. `id` is random for each load.
-    "running" while its ranks run, "done" when all of them have published and ended; "failed" and "called off", by an
-    operator, may follow either.
+    "running" while its ranks run, "done" when all of them have published and ended; "failed", and "called off" by an
+    operator, a reload or the end of the service, may follow either. `failed` is the id of the last one before it that
+    has ended so: the next one may begin before any datagram has said that.
     """
 
     model: str
     id: str
     state: LoadState
+    failed: str | None = None
 
     @classmethod
-    def of(cls, name: str) -> Load:
-        """That of a model which begins."""
-        return cls(json_digest(name)[:16], secrets.token_hex(4), "running")
+    def after(cls, last: Load | None, model: str) -> Load:
+        """One of that model which begins, `last` being the one before."""
+        failed = None
+        if last is not None:
+            failed = last.id if last.state in ("failed", "called off") else last.failed
+        return cls(json_digest(model)[:16], secrets.token_hex(4), "running", failed)
+
+    def become(self, state: LoadState) -> Load:
+        return replace(self, state=state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +212,7 @@ _LOAD: Fields = {
     "model": _is_name,
     "id": _is_name,
     "state": lambda value: value in get_args(LoadState),
+    "failed": lambda value: value is None or _is_name(value),
 }
 _BEAT: Fields = {
     "node": is_count,
@@ -271,7 +280,7 @@ class Members:
         self._given_out_for: dict[int, tuple[str, str, int]] | None = None
 
     def heard(self, beat: Beat, address: Any, now: float) -> str | None:
-        """Takes in a beat. Returns why the process that sent it is not to count as the node, None if that is not so."""
+        """Takes in a beat. Returns why its sender is refused; None if it counts as the node, or is ignored."""
         if beat.nodes != self._count:
             return f"nodes = {beat.nodes} in the config of node {beat.node}, {self._count} in that of node 0"
         if beat.publisher_port != self._publisher_port:
@@ -335,62 +344,8 @@ class Members:
         age = max(now - member.heard, 0.0)
         said = member.beat.state
         state: State = "gone" if said == "leaving" or age > MISSED * self._keep_alive else said
-        return Seen(state, _host(member.address), round(age, 1), member.beat.problem, member.beat.load)
-
-
-def changes(before: Iterable[Seen], after: Iterable[Seen], me: int) -> list[tuple[bool, str]]:
-    """Sentences for the journal on what has become of the other nodes, each with whether it is bad news."""
-    found = []
-    for node, (was, now) in enumerate(zip(before, after, strict=True)):
-        if node == me or (was.state == now.state and was.problem == now.problem):
-            continue
-        if now.state == "gone":
-            why = now.problem or f"nothing heard of it for {now.age or 0.0:.1f} s"
-            found.append((True, f"node {node} is gone: {why}; what is here stays"))
-        elif was.state in ("unknown", "gone"):
-            found.append((False, f"node {node} is {'back' if was.state == 'gone' else 'there'}, {now.state}"))
-        elif now.state != was.state:
-            found.append((False, f"node {node} is {now.state}"))
-    return found
-
-
-def missing_nodes(nodes: Sequence[Seen], me: int, refusal: str | None) -> str:
-    """Which of the others are not there, with what is known of why; "" if all are, or if node 0 refuses this one.
-
-    `refusal`: why a node is not counted. On another node than node 0 it is always about this node itself.
-    """
-    if me and refusal:
-        return ""
-    if me and nodes[0].state == "unknown":  # node 0 alone tells of the others
-        return "node 0, which does not answer there; do all nodes have its address and the same master_port?"
-    found = []
-    for node, item in enumerate(nodes[:1] if me and nodes[0].state == "gone" else nodes):
-        if node != me and item.state in ("unknown", "gone"):
-            said = "gone" if item.state == "gone" else "never heard of"
-            where = f", last heard of at {item.address}" if item.address else ""
-            found.append(f"node {node} ({said}{where}{f': {item.problem}' if item.problem else ''})")
-    return ", ".join(found) + (f"; {refusal}" if found and refusal else "")
-
-
-def describe_nodes(
-    nodes: Iterable[Seen], ranks_on: Callable[[int], dict[str, list[int]]], not_cached: Sequence[list[str]] = ()
-) -> list[dict[str, Any]]:
-    """The nodes in a status reply, each with the first and the last rank of every model there.
-
-    `not_cached`: of each node, where that is known, the models that were not cached there when the nodes met last.
-    """
-    return [
-        {
-            "node": node,
-            "state": item.state,
-            "address": item.address,
-            "seen": item.age,
-            "problem": item.problem,
-            "ranks": ranks_on(node),
-            "absent": not_cached[node] if node < len(not_cached) else [],
-        }
-        for node, item in enumerate(nodes)
-    ]
+        problem = member.beat.problem if state != "gone" or said == "leaving" else None  # a silent one has given none
+        return Seen(state, _host(member.address), round(age, 1), problem, member.beat.load)
 
 
 def _host(address: Any) -> str | None:

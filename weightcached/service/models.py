@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Container, Iterable
-from dataclasses import dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from ..checkpoint.digest import json_digest
 from ..config import Config, ModelConfig
 from ..errors import (
     CheckpointChanged,
@@ -22,42 +20,11 @@ from ..errors import (
     WeightCacheError,
     to_wire,
 )
-from ..parallel.ranks import Parallel
+from .spec import LoadSpec
 
 # absent ─► queued ─► loading ─► cached      and from each back to absent (evicted, called off) or to failed
 ModelStateName = Literal["absent", "queued", "loading", "cached", "failed"]
 _SAME_NEXT_TIME = (CheckpointError, SliceError, MissingDependency)  # files, the config's sizes, what is installed
-
-
-class LoadSpec(NamedTuple):
-    """What a load reads, how it cuts it, and where it puts it. Loads of equal specs differ only in the files' bytes."""
-
-    checkpoint: Path
-    parallel: Parallel
-    rules: tuple[str, ...]
-    dtype: str
-    devices: tuple[str, ...]
-    publisher: tuple[str, ...] = ()
-    first: int = 0  # the rank of the first device; those before it are on other nodes
-
-    @classmethod
-    def of(cls, config: ModelConfig, devices: tuple[str, ...]) -> LoadSpec:
-        """`devices`: of the ranks, in their order."""
-        first = config.ranks_here.start
-        return cls(config.checkpoint, config.parallel, config.rules, config.dtype, devices, config.publisher, first)
-
-    @property
-    def digest(self) -> str:
-        """Equal for equal specs, in every process; manifests carry it. Sizes that a config leaves out do not count, so
-        that a later version may have more of them."""
-        sizes = {
-            item.name: getattr(self.parallel, item.name)
-            for item in fields(Parallel)
-            if getattr(self.parallel, item.name) != item.default
-        }
-        parts = [str(self.checkpoint), sizes, list(self.rules), self.dtype, list(self.devices)]
-        parts += [list(self.publisher)] if self.publisher else []
-        return json_digest([*parts, {"first": self.first}] if self.first else parts)
 
 
 class CachedRank(NamedTuple):
@@ -92,6 +59,7 @@ class Model:
     error: WeightCacheError | None = None
     keep: bool = False
     held_back: HeldBack | None = None  # by the other nodes of a cluster
+    load_spec: str | None = None  # digest of the spec of the load under way, by which alone the service publishes
     order: tuple[str, ...] = ()  # devices that ranks of another slicing of it may go to (`slicings`)
     _load_started: float = 0.0
     _shards: dict[str, CachedRank] = field(default_factory=dict)  # by device, the newest one of each
@@ -135,6 +103,16 @@ class Model:
     def given_out(self) -> bool:
         """Whether its workers give it out by name."""
         return self.whole and self.held_back is None
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether its load has published all ranks here and is not over: a publisher's processes have not ended."""
+        return self.state == "loading" and self._load_published and self.complete
+
+    @property
+    def kept_from_all(self) -> HeldBack | None:
+        """Why nobody gets it by name though all its ranks are here; None for any other one."""
+        return self.held_back if self.complete else None
 
     @property
     def weights(self) -> Any:
@@ -192,6 +170,7 @@ class Model:
 
     def begin(self) -> None:
         self.state, self.error, self._load_published = "loading", None, False
+        self.load_spec = self.spec.digest
         self.bytes_done, self.bytes_to_read, self._load_started = 0, None, time.monotonic()
 
     def published(self, device: str, generation: int, nbytes: int, weights: object = None) -> None:
@@ -313,29 +292,28 @@ class Model:
             "keep": self.keep,
             # Ranks that are not given out by name are worth nothing beside those that a load would bring.
             "replace": self.config.replace if self.whole else "evict-first",
+            "spec": self.load_spec,
         }
-        if self.held_back is not None and self.complete:  # cached, but as good as not
-            state = "failed" if self.held_back.final else "loading"
-            said |= {"state": state, "progress": 1.0, "reason": self.held_back.reason, "held_back": True}
+        if (held := self.kept_from_all) is not None:
+            state = "failed" if held.final else "loading"
+            said |= {"state": state, "progress": 1.0, "reason": held.reason, "held_back": True}
         return {**said, **self.group()}
 
     def for_others(self) -> dict[str, Any]:
         """What the workers of devices that none of its ranks is on know of it."""
-        return {"belongs": list(self.devices), **self.group()}
+        return {"belongs": list(self.devices), "spec": None, **self.group()}
 
     def group(self) -> dict[str, Any]:
-        """What all workers know: the spec of the load under way, by which alone the service publishes, and the ranks on
-        other devices (`worker.groups`), where there are any."""
-        said = {"spec": self.spec.digest if self.state == "loading" else None}
+        """What a worker knows of the ranks on other devices (`worker.groups`); nothing where there are none."""
         parallel, first = self.config.parallel, self.config.ranks_here.start
         if parallel.world == 1 and not self.order:
-            return said
+            return {}
         sizes = [parallel.data, parallel.pipeline, parallel.tensor]
-        group = {"first": first, "ranks": list(self.devices), "sizes": sizes, "order": list(self.order)}
-        return {**said, "group": group}
+        return {"group": {"first": first, "ranks": list(self.devices), "sizes": sizes, "order": list(self.order)}}
 
     def describe(self) -> dict[str, Any]:
         """The model in a status reply. `devices` and `generations` are in rank order."""
+        held = self.kept_from_all
         return {
             "model": self.name,
             "devices": list(self.devices),
@@ -351,8 +329,8 @@ class Model:
             "bytes_done": self.bytes_done,
             "bytes_to_read": self.bytes_to_read,
             "load_seconds": self.load_seconds,
-            "held_back": self.held_back.reason if self.held_back else None,
-            "held_back_for_good": self.held_back is not None and self.held_back.final,
+            "held_back": held.reason if held else None,
+            "held_back_for_good": held is not None and held.final,
             "error": to_wire(self.error) if self.error else None,
         }
 
@@ -381,7 +359,7 @@ def summary(models: Iterable[Model]) -> str:
     models = list(models)
     loading = [model.sentence() for model in models if model.state == "loading"]
     cached = [model for model in models if model.complete and model.held_back is None]
-    held_back = [model.name for model in models if model.complete and model.held_back is not None]
+    held_back = [model.name for model in models if model.kept_from_all is not None]
     failed = [model.name for model in models if model.error is not None]
     names, size = ", ".join(model.name for model in cached) or "nothing yet", sum(model.nbytes for model in cached)
     parts = [*loading, f"serving {names} ({len(cached)} of {len(models)} models, {size / 1e9:.1f} GB)"]

@@ -1,8 +1,8 @@
 """The place of one node of a cluster: which of the processes that say that they are that node counts. No clock.
 
     never heard of      counts at once: it is the node, started anew, whose process before it has ended
-    before the one      which took its place, and so it has ended, but for datagrams that come late. One that goes on
-    that counts         gets its place back
+    before the one      late datagrams of it are ignored; one that is still heard `keep_alive` later gets its place
+    that counts         back
     behind it           is refused, until the one that counts is gone
 
 Who was there first comes first. One that was gone meanwhile, or says that it leaves, is behind all others.
@@ -25,7 +25,7 @@ class _Process:
     number: int
     heard: float
     leaving: bool
-    lost: float = math.inf  # when one behind it took the place from it, or from one before it
+    lost: float = math.inf  # when the place went last from it, or from one before it, to another one
 
 
 class Place:

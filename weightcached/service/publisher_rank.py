@@ -36,8 +36,8 @@ from ..fds import OwnedFd
 from ..paths import runtime_dir
 from ..text import describe_exit, printable
 from . import tied
-from .models import LoadSpec
 from .notify import clean_environment
+from .spec import LoadSpec
 from .workers import END_SECONDS, gone
 
 SILENT_SECONDS = 1800.0  # an engine compiles and captures for minutes without a word
@@ -88,9 +88,9 @@ class Rank:
                     env=environ,
                     start_new_session=True,
                 )
-        except OSError as error:  # no such program, no descriptor, no process to be had
+        except OSError as error:  # no descriptor, no process to be had; that there is no such program `tied` says
             self._output.close()
-            return f"its publisher {command[0]} cannot be started: {error.strerror}"
+            return f"the process of rank {self._number} cannot be started: {error.strerror}"
         except BaseException:
             self._output.close()
             raise

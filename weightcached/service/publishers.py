@@ -5,7 +5,7 @@ port of 127.0.0.1, another at each run, which nobody holds, so that what an earl
 elsewhere; on several nodes publisher_port of node 0, where rank 0 listens.
 
 The load is done when every process has published its rank and has ended with exit status 0, on all nodes that take part
-(`elsewhere`). Until then clients of a cluster wait; a failure takes back what was published.
+(`joint`). Until then clients of a cluster wait; a failure takes back what was published.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from ..errors import WeightCacheError
 from ..meeting import listen, resolve
 from ..text import describe_exit
-from .elsewhere import Elsewhere
+from .joint import JointLoad
 from .membership import LoadState
 from .models import Model
 from .publisher_rank import Rank
@@ -36,13 +36,14 @@ _log = logging.getLogger(__name__)
 class Publishers:
     """The processes that publish one model, from start to exit. In the place of `loads.LoaderProcess`."""
 
-    def __init__(self, model: Model, vault: Vault, elsewhere: Elsewhere | None = None) -> None:
-        """`vault`: what is published, borrowed. `elsewhere`: the ranks on other nodes, if there are any nodes."""
+    def __init__(self, model: Model, vault: Vault, joint: JointLoad | None = None) -> None:
+        """`vault`: what is published, borrowed. `joint`: the load together with other nodes, if there are any."""
         self.model = model
         self.spec = model.spec  # its config may change meanwhile
         self.killed = False  # one of them, by somebody else, such as the kernel when memory is short
         self._vault = vault
-        self._elsewhere = elsewhere if len(self.spec.devices) < self.spec.parallel.world else None
+        self._others = self.spec.parallel.world - len(self.spec.devices)  # ranks on other nodes
+        self._joint = joint if self._others else None
         self._ranks = [Rank(model.name, self.spec, number) for number in range(len(self.spec.devices))]
         self._called_off = False
         self._given_up: str | None = None  # why
@@ -51,39 +52,33 @@ class Publishers:
 
     async def run(self) -> WeightCacheError | None:
         """Runs the load. None: published, or called off by `end`. Cancelled, it ends all processes and waits for it."""
-        state: LoadState = "called off"
-        if self._elsewhere is not None:
-            self._elsewhere.begin(self.model.name, self.give_up)
+        state: LoadState = "failed"
+        if self._joint is not None:
+            self._joint.begin(self.model.name, self.give_up)
         try:
             error = await self._publish()
-            if not self._called_off:
-                state = "done" if error is None else "failed"
+            if error is None:
+                state = "called off" if self._called_off else "done"
             return error
+        except asyncio.CancelledError:
+            state = "called off"
+            raise
         finally:
-            if self._elsewhere is not None:
-                self._elsewhere.end(state)
+            if self._joint is not None:
+                self._joint.end(state)
             self._ended.set()
 
     async def _publish(self) -> WeightCacheError | None:
+        began = time.monotonic()
+        self._before = {device: self._last_on(device) for device in self.spec.devices}
+        problem: str | WeightCacheError | None = None
         try:
             meet = await self._meeting()
         except WeightCacheError as error:
-            return self.model.load_failed(error)
-        began = time.monotonic()
-        self._before = {device: self._last_on(device) for device in self.spec.devices}
-        tasks = [asyncio.create_task(rank.run(meet)) for rank in self._ranks]
-        problem = None
-        try:
-            # The first that ends with a problem decides: the others are waiting for it, and are ended.
-            for task in asyncio.as_completed(tasks):
-                if (problem := await task) is not None:
-                    break
-            problem = problem or next(filter(None, map(self._not_published, self._ranks)), None)
-            if problem is None and self._elsewhere is not None:
-                await self._elsewhere.others_done()
-        finally:
-            self._kill()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            problem = error
+        else:
+            if not self._called_off and self._given_up is None:
+                problem = await self._run_ranks(meet)
         if self._called_off:
             return None
         if self._given_up is not None:
@@ -96,16 +91,32 @@ class Publishers:
         _log.info("%s: published by its command in %.2f s", self.model.name, self.model.load_seconds)
         return None
 
+    async def _run_ranks(self, meet: tuple[str, int] | None) -> str | None:
+        """From the start of all processes to the end of the last one, here and on the other nodes. Returns what went
+        wrong."""
+        tasks = [asyncio.create_task(rank.run(meet)) for rank in self._ranks]
+        try:
+            # The first that ends with a problem decides: the others are waiting for it, and are ended.
+            for task in asyncio.as_completed(tasks):
+                if (problem := await task) is not None:
+                    return problem
+            problem = next(filter(None, map(self._not_published, self._ranks)), None)
+            if problem is None and self._joint is not None:
+                await self._joint.others_done()
+            return problem
+        finally:
+            self._kill()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
     async def _meeting(self) -> tuple[str, int] | None:
         """Address and port where the ranks meet. None for one alone, where there is no TCP.
 
         `ConnectionFailed` where they are on several nodes, if rank 0 is here and cannot listen there.
         """
-        others = self.spec.parallel.world - len(self.spec.devices)
-        if others:
+        if self._others:
             where = self.model.config.meeting
-            if where is None or self._elsewhere is None:
-                why = f"{others} of its ranks are on other nodes, and nothing says where they meet with those here"
+            if where is None or self._joint is None:
+                why = f"{self._others} of its ranks are on other nodes, and nothing says where they meet those here"
                 raise self.model.load_failed(f"{why}: write publisher_port in [cluster]")
             if self.spec.first == 0:
                 host = await resolve(*where)
@@ -142,8 +153,8 @@ class Publishers:
         await self._ended.wait()
 
     def _kill(self) -> None:
-        if self._elsewhere is not None:
-            self._elsewhere.stop_waiting()
+        if self._joint is not None:
+            self._joint.stop_waiting()
         for rank in self._ranks:
             rank.kill()
 

@@ -19,7 +19,8 @@ from ..parallel.ranks import Rank
 from ..shard.key import ShardKey
 from ..shard.manifest import SourceFile
 from ..trace import point
-from .models import LoadSpec, Model
+from .models import Model
+from .spec import LoadSpec
 from .vault import HeldShard, Vault
 
 if TYPE_CHECKING:

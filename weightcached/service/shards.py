@@ -10,6 +10,7 @@ from ..config import ModelConfig
 from .models import Model
 from .reload import weights_of
 from .slicings import slicing
+from .vault import HeldShard
 
 if TYPE_CHECKING:
     from .main import Service
@@ -48,7 +49,7 @@ class Shards:
     def shard_arrived(self, device: str, model: str, generation: int) -> None:
         shard = self._service.vault.find(device, model)
         state = self._model_on(device, model)
-        if state is not None and shard is not None:
+        if state is not None and shard is not None and not _is_late(shard, state):
             # The newest, whichever was published last.
             state.published(device, shard.generation, shard.nbytes, weights_of(shard))
             self._service.cluster.models_changed()
@@ -58,9 +59,13 @@ class Shards:
                 self._tell_workers(state.devices)
 
     def shard_held(self, device: str, model: str, generation: int) -> None:
-        if shard := self._service.vault.find(device, model):
-            self._service.digests.add(shard)
+        shard = self._service.vault.find(device, model)
         state = self._model_on(device, model)
+        if shard is not None and state is not None and _is_late(shard, state):
+            self.withdraw(state, [(device, shard.generation)])
+            return
+        if shard is not None:
+            self._service.digests.add(shard)
         if state is not None:
             self._changed(state)
 
@@ -100,3 +105,9 @@ class Shards:
         """The configured model of that name, if it has a rank on the device."""
         model = self._service.models.get(name)
         return model if model is not None and device in model.devices else None
+
+
+def _is_late(shard: HeldShard, model: Model) -> bool:
+    """Whether it is of a load that has ended without it: its worker had taken it over when its process was ended."""
+    spec = shard.read_head().attributes.get("spec")
+    return spec is not None and spec != model.load_spec

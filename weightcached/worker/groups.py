@@ -75,11 +75,11 @@ def elsewhere(request: Attach, state: State, device: str) -> ModelElsewhere | No
         advice = f"attach it with device={devices[0]!r}"
     else:
         number = wanted_rank(request.key, own) if wanted_sizes(request.key, own) == own else None
-        place = -1 if number is None else number - group["first"]
+        here = dict(enumerate(devices, group["first"]))
         if number is None:
-            advice = f"attach rank {group['first']} with device={devices[0]!r}, and so on in this order"
-        elif 0 <= place < len(devices):
-            advice = f"attach {_named(request.key, own)} with device={devices[place]!r}"
+            advice = "attach " + ", ".join(f"rank {rank} with device={name!r}" for rank, name in here.items())
+        elif number in here:
+            advice = f"attach {_named(request.key, own)} with device={here[number]!r}"
         else:
             advice = f"{_named(request.key, own)} is on another node"
     return ModelElsewhere(model=request.model, device=device, devices=devices, advice=advice)

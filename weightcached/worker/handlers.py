@@ -32,10 +32,9 @@ from .memory import give_back_unused
 from .room import Room
 from .settling import Settling
 from .slabs import check_slabs
-from .states import check_spec, may_retry, why_absent
+from .states import check_spec, for_clients, may_retry, why_absent
 
 Tell = Callable[..., None]
-_TOLD = ("state", "progress", "reason", "held_back")  # of a model, to who begins to wait for it
 
 
 @dataclass(slots=True)
@@ -142,23 +141,21 @@ class Handlers:
             if state.get("state") == "failed":
                 if before == "failed" and state.get("retry"):  # of a load before this client asked for another one
                     continue
-                if self._end_wait(connection):
-                    connection.fail(self._absent(waiting.request))
+                self._fail_wait(connection, self._absent(waiting.request))
                 continue
             if isinstance(absent := self._absent(waiting.request), ModelElsewhere):
-                if self._end_wait(connection):
-                    connection.fail(absent)
+                self._fail_wait(connection, absent)
                 continue
             if name not in known or (before == "cached" and state.get("state") == "absent"):
                 # It was asked for before the service had named its models, or heard that this one is evicted.
                 self._want(name)
             elif state.get("state") == "absent" and before in ("queued", "loading"):
                 # Evicted by an operator in mid load: waiting on would be for nothing, loading again against his word.
-                if self._end_wait(connection):
-                    connection.fail(ModelFailed(model=name, device=self._catalogue.device, reason="called off"))
+                called_off = ModelFailed(model=name, device=self._catalogue.device, reason="called off")
+                self._fail_wait(connection, called_off)
                 continue
             if "progress" in state:
-                connection.event({"model": name, **state})
+                connection.event({"model": name, **for_clients(state)})
 
     def held(self, model: str, generation: int) -> None:
         """The service holds its copies: the shard is published now, and its publisher is told."""
@@ -217,10 +214,9 @@ class Handlers:
     def device_lost(self, reason: str | None) -> None:
         """The device is lost for this reason, and all that was on it; None: it is there again, and empty."""
         self._losses.device(reason)
-        for connection in list(self._waiting) if reason is not None else ():
-            waiting = self._end_wait(connection)
-            if waiting is not None:
-                connection.fail(ModelFailed(model=waiting.request.model, device=self._catalogue.device, reason=reason))
+        for connection, waiting in list(self._waiting.items()) if reason is not None else ():
+            lost = ModelFailed(model=waiting.request.model, device=self._catalogue.device, reason=reason)
+            self._fail_wait(connection, lost)
 
     def shard_lost(self, model: str, generation: int, reason: str) -> None:
         """What is in one shard is not what was published."""
@@ -248,9 +244,8 @@ class Handlers:
         self._want(request.model)
         timer = asyncio.get_running_loop().call_later(request.wait, self._waited_enough, connection)
         self._waiting[connection] = Waiting(request, timer)
-        connection.on_close.append(lambda: self._forget(connection))
-        told = {key: state[key] for key in _TOLD if key in state}
-        connection.event({"model": request.model, "state": None, "progress": 0.0, **told})
+        connection.on_close.append(lambda: self._end_wait(connection))
+        connection.event({"model": request.model, "state": None, "progress": 0.0, **for_clients(state)})
 
     def _find(self, request: Attach) -> Shard | None:
         """The shard that a request is for, None while it may not be given out.
@@ -315,6 +310,10 @@ class Handlers:
     def _end_reservation(self, connection: ServerConnection) -> None:
         if reservation := self._reservations.pop(connection, None):
             self._catalogue.release(reservation)
+            for other, waiting in list(self._waiting.items()):
+                absent = self._absent(waiting.request)
+                if isinstance(absent, ModelElsewhere):  # until now it was coming
+                    self._fail_wait(other, absent)
 
     def _publish(self, connection: ServerConnection, fds: FdSet) -> None:
         reservation = self._reservations[connection]
@@ -363,7 +362,7 @@ class Handlers:
         self._announce("evicted", shard, reason=f"room for {room_for}")
 
     def _absent(self, request: Attach) -> WeightCacheError:
-        """Why a model is not here, or not whole. Who is publishing what belongs on other devices is waited for."""
+        """Why a model is not here, or not whole. What somebody is publishing here is not said to belong elsewhere."""
         catalogue, state = self._catalogue, self._models.get(request.model, {})
         coming = any(item.model == request.model for item in catalogue.reservations)
         if not coming and (error := elsewhere(request, state, catalogue.device)) is not None:
@@ -379,8 +378,10 @@ class Handlers:
             path = f"{self._catalogue.device}.sock"
             connection.fail(TimedOut(path=path, seconds=waiting.request.wait, waited_for=f"an attach: {reason}"))
 
-    def _forget(self, connection: ServerConnection) -> None:
-        self._end_wait(connection)
+    def _fail_wait(self, connection: ServerConnection, error: WeightCacheError) -> None:
+        """Ends a wait with an error, unless it was cut off meanwhile."""
+        if self._end_wait(connection):
+            connection.fail(error)
 
     def _end_wait(self, connection: ServerConnection) -> Waiting | None:
         waiting = self._waiting.pop(connection, None)

@@ -30,13 +30,18 @@ def why_absent(model: str, state: State, device: str, known: list[str]) -> Weigh
     return NoSuchModel(model=model, device=device, known=known)
 
 
+def for_clients(state: State) -> dict[str, Any]:
+    """What who waits for a model is told of it."""
+    return {key: state[key] for key in ("state", "progress", "reason", "held_back") if key in state}
+
+
 def may_retry(state: State) -> bool:
     """Whether its last load failed for want of room, which may be there by now."""
     return state.get("state") == "failed" and bool(state.get("retry"))
 
 
 def check_spec(head: ManifestHead, state: State) -> None:
-    """`LoadFailed` for a shard of a load that is not the one under way.
+    """`LoadFailed` for a shard of a load where none is under way, or one of another config.
 
     It may come late, after its load has failed or was called off, from a process that was ended just then; or from one
     that has outlived its service, for a config that meant something else. It would be taken for a rank of the load that

@@ -1,4 +1,5 @@
-"""A load by a publisher whose ranks are on several nodes: what becomes of those on the others. No sockets, no clock.
+"""A load by a publisher whose ranks are on several nodes: what is done here, and what of it on the other nodes. No
+sockets, no clock.
 
     begin ──► running ──► done ──► end         what the other nodes are told of the ranks here (`membership.Load`)
                  │          │
@@ -12,51 +13,52 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 from ..text import cut_middle, printable
 from .membership import PROBLEM_CHARS, PROBLEM_HEAD, Load, LoadState, Seen
 from .models import Model
 
 
-def failure(models: Iterable[Model]) -> str | None:
-    """What the other nodes are told of a failed load here, first of one that they wait for; None without one."""
-    failed = sorted((item for item in models if item.state == "failed"), key=lambda item: item.config.meeting is None)
+def failure(models: Iterable[Model], first: str) -> str | None:
+    """What the other nodes are told of a failed load here, of the model `first` if it is one; None without one."""
+    failed = sorted((item for item in models if item.state == "failed"), key=lambda item: item.name != first)
     if not failed:
         return None
     said = printable(f"{failed[0].name}: {failed[0].error}")
     return cut_middle(said, PROBLEM_CHARS, max(len(failed[0].name) + len(": "), PROBLEM_HEAD))
 
 
-class Elsewhere:
-    """The load of this node that is under way, if it is such a one, and what the others do meanwhile."""
+class JointLoad:
+    """The load of this node that is under way, if its ranks are on several nodes, and what the others do meanwhile."""
 
     def __init__(self, me: int, timeout: float, changed: Callable[[], None]) -> None:
         """`me`: the number of this node. `timeout`: seconds that another node may go without loading. `changed()` is
         called when the other nodes are to be told something."""
+        self.model = ""  # of the last one
         self.load: Load | None = None  # the last one
         self._me = me
         self._timeout = timeout
         self._changed = changed
-        self._name = ""  # of its model
         self._give_up: Callable[[str], None] | None = None  # while a load is under way
         self._seen: dict[int, Load | None] = {}  # of each node, its last load
         self._before: dict[int, Load | None] = {}  # the same when the load here began
         self._taking_part: dict[int, Load] = {}  # of nodes whose ranks have been running since
+        self._former: set[str] = set()  # loads of other nodes that took part in the one before
         self._idle_since: dict[int, float] = {}
         self._unfinished: dict[int, Seen] = {}  # nodes that the ranks here need, and that are not loading
         self._all_done = asyncio.Event()
 
     def begin(self, model: str, give_up: Callable[[str], None]) -> None:
         """The ranks here are about to start. To be followed by `end`. `give_up(why)` is called if that is in vain."""
+        self.model = model
         self._give_up = give_up
         self._before = dict(self._seen)
+        self._former = {load.id for load in self._taking_part.values()}
         self._taking_part.clear()
         self._idle_since.clear()
         self._unfinished.clear()
         self._all_done.clear()
-        self._name = model
-        self._say(Load.of(model))
+        self._say(Load.after(self.load, model))
 
     async def others_done(self) -> None:
         """Those here are done. Returns when those of the other nodes that took part are, or after `stop_waiting`."""
@@ -92,7 +94,7 @@ class Elsewhere:
             if item.state != "unknown":
                 self._before.setdefault(node, item.load)
             theirs = self._theirs(self.load, node, item)
-            if (why := self._given_up(self.load, node, item, theirs)) is not None:
+            if (why := self._given_up(node, item, theirs)) is not None:
                 self._end_in_vain(f"node {node}, which has ranks of it, loads it no more: {why}")
                 return
             if theirs is not None and theirs.state == "running" and item.state != "gone":
@@ -114,30 +116,34 @@ class Elsewhere:
 
     def sentence(self) -> str | None:
         """What was seen last, for people: which publisher waits, and for whom."""
-        if not self._unfinished:
+        if not self._unfinished or self.load is None:
             return None
         idle = ", ".join(f"node {node} ({item.state})" for node, item in self._unfinished.items())
-        return f"the publisher of {self._name} waits for its ranks on {idle}; have {self._name} loaded there too"
+        if self.load.state == "done":
+            return f"the publisher of {self.model} is done here, and its ranks on {idle} are not"
+        return f"the publisher of {self.model} waits for its ranks on {idle}; have {self.model} loaded there too"
 
     # Internals. `theirs` is the load of a node of the model that is loaded here, if it is not of before.
 
     def _theirs(self, mine: Load, node: int, item: Seen) -> Load | None:
         load = item.load
-        if load is None or load.model != mine.model:
+        if load is None or load.model != mine.model or load.id in self._former:
             return None
         if load.state == "running":  # what a node was at when it went is no matter, unless it was this
             return load if item.state != "gone" or node in self._taking_part else None
         return load if load != self._before.get(node) else None
 
-    def _given_up(self, mine: Load, node: int, item: Seen, theirs: Load | None) -> str | None:
+    def _given_up(self, node: int, item: Seen, theirs: Load | None) -> str | None:
         """Why the ranks of a node do not come, or do not come again; None if that is not known."""
-        about_it = item.state == "gone" or (item.problem or "").startswith(f"{self._name}: ")
+        about_it = item.state == "gone" or (item.problem or "").startswith(f"{self.model}: ")
         said = item.problem if about_it else None
         if theirs is not None and theirs.state in ("failed", "called off"):
             return said or f"its load {'has failed' if theirs.state == 'failed' else 'was called off'} there"
         took_part = self._taking_part.get(node)
         if took_part is None or (theirs is not None and theirs.state == "done"):
             return None
+        if item.load is not None and item.load.failed == took_part.id:  # it is at another one already
+            return said or "its load has failed there"
         if item.state == "gone":
             return said  # one that is silent may be cut off for a moment
         if theirs is not None:
@@ -148,7 +154,7 @@ class Elsewhere:
         """Whether the node's ranks have ended well, or are not needed: those here are done, and they never came."""
         if theirs is not None:
             return theirs.state == "done"
-        if node in self._taking_part:  # it has begun another load since, so this one had ended well
+        if node in self._taking_part:  # it has begun another load since, and says that this one did not fail
             return item.load is not None
         return mine.state == "done"
 
@@ -159,7 +165,7 @@ class Elsewhere:
 
     def _become(self, state: LoadState) -> None:
         if self.load is not None and self.load.state != state:
-            self._say(replace(self.load, state=state))
+            self._say(self.load.become(state))
 
     def _say(self, load: Load) -> None:
         self.load = load

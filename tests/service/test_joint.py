@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from weightcached.config import load_config
-from weightcached.service.elsewhere import Elsewhere, failure
+from weightcached.service.joint import JointLoad, failure
 from weightcached.service.membership import Load, Seen
 from weightcached.service.models import Model
 
 HERE = Seen("loading")
-M = Load.of("m").model
+M = Load.after(None, "m").model
 EARLIER, RUNNING, DONE = (Load(M, id, state) for id, state in (("0", "failed"), ("1", "running"), ("1", "done")))
 LOADING = Seen("loading", load=RUNNING)
 WITHOUT = Seen("loaded")
@@ -27,10 +27,10 @@ class Here:
         """`before`: what the other nodes were seen to do before."""
         self.told = 0
         self.why: list[str] = []
-        self.elsewhere = Elsewhere(0, 10.0, self.tell)
+        self.joint = JointLoad(0, 10.0, self.tell)
         if before:
-            self.elsewhere.look([HERE, *before], None, 0.0)
-        self.elsewhere.begin("m", self.why.append)
+            self.joint.look([HERE, *before], None, 0.0)
+        self.joint.begin("m", self.why.append)
 
     def tell(self) -> None:
         self.told += 1
@@ -38,13 +38,13 @@ class Here:
     def sees(self, *others: Seen, now: float = 0.0, refusal: str | None = None) -> str | None:
         """The reason that looking at the other nodes gives, if it is one to give the load up."""
         self.why.clear()
-        self.elsewhere.look([HERE, *others], refusal, now)
+        self.joint.look([HERE, *others], refusal, now)
         return self.why[0] if self.why else None
 
 
 async def is_done(here: Here, *others: Seen) -> bool:
     """Whether the load is over, its own ranks being done, when the other nodes are seen like this."""
-    waiting = asyncio.create_task(here.elsewhere.others_done())
+    waiting = asyncio.create_task(here.joint.others_done())
     await asyncio.sleep(0)
     assert here.sees(*others) is None
     await asyncio.sleep(0)
@@ -58,7 +58,7 @@ def test_all_that_load_are_waited_for() -> None:
     here = Here()
     for now in (0.0, 5.0, 1000.0):
         assert here.sees(LOADING, LOADING, now=now) is None
-        assert here.elsewhere.sentence() is None
+        assert here.joint.sentence() is None
 
 
 def test_one_that_does_nothing_has_its_time() -> None:
@@ -67,7 +67,7 @@ def test_one_that_does_nothing_has_its_time() -> None:
     for now, third in ((0.0, Seen()), (9.0, Seen()), (9.5, HERE), (10.0, Seen("gone")), (19.9, Seen("gone"))):
         assert here.sees(LOADING, third, now=now) is None
     said = "the publisher of m waits for its ranks on node 2 (gone); have m loaded there too"
-    assert here.elsewhere.sentence() == said
+    assert here.joint.sentence() == said
     assert here.sees(LOADING, Seen("gone"), now=20.0) == "waited 10 s for its ranks on node 2 (gone)"
     here = Here()
     here.sees(LOADING, Seen(), now=0.0)
@@ -86,7 +86,10 @@ def test_one_that_does_nothing_has_its_time() -> None:
         (HERE, "it has started anew"),
         (Seen("loaded", load=DONE), None),
         (Seen("gone", problem="it was stopped", load=DONE), None),
-        (Seen("loading", problem="m: of another one", load=Load("n", "2", "running")), None),
+        (Seen("loading", problem="m: no room", load=Load("n", "2", "running", failed="1")), "m: no room"),
+        (Seen("loading", load=Load("n", "2", "running", failed="1")), "its load has failed there"),
+        (Seen("gone", load=Load("n", "2", "running", failed="1")), "its load has failed there"),
+        (Seen("loading", problem="m: of another one", load=Load("n", "2", "running", failed="0")), None),
         (Seen("gone", load=RUNNING), None),
         (Seen(), None),
     ],
@@ -110,6 +113,19 @@ def test_an_earlier_load_there_is_no_matter() -> None:
     assert here.sees(Seen("loaded", problem="m: port", load=Load(M, "1", "failed")), gone) is not None
     here = Here(WITHOUT, WITHOUT)
     assert here.sees(Seen("loaded", load=Load(M, "1", "failed")), WITHOUT) is not None
+
+
+def test_the_other_half_of_a_former_load_is_no_matter() -> None:
+    """What failed here is tried again before the other node has given its part up: that it does so then is not of the
+    load that has begun, in which it takes part with another one."""
+    here = Here()
+    assert here.sees(LOADING, LOADING) is None
+    here.joint.end("failed")
+    here.joint.begin("m", here.why.append)
+    for then in (LOADING, Seen("loaded", problem="m: why", load=Load(M, "1", "failed"))):
+        assert here.sees(then, LOADING) is None
+    assert here.sees(Seen("loading", load=Load(M, "2", "running", failed="1")), LOADING) is None
+    assert here.sees(Seen("loaded", load=Load(M, "2", "failed", failed="1")), LOADING) is not None
 
 
 @pytest.mark.parametrize(
@@ -148,18 +164,24 @@ def test_the_others_are_told_what_becomes_of_the_load() -> None:
 
     async def scene() -> None:
         here = Here()
-        first = here.elsewhere.load
+        first = here.joint.load
         assert first is not None and (first.model, first.state, here.told) == (M, "running", 1)
+        assert first.failed is None
         assert await is_done(here, WITHOUT, WITHOUT)
-        assert here.elsewhere.load == Load(M, first.id, "done") and here.told == 2
-        here.elsewhere.end("done")
+        assert here.joint.load == Load(M, first.id, "done") and here.told == 2
+        here.joint.end("done")
         assert here.told == 2
-        here.elsewhere.begin("m", here.why.append)
-        here.elsewhere.stop_waiting()
-        await here.elsewhere.others_done()
-        here.elsewhere.end("failed")
-        last = here.elsewhere.load
+        here.joint.begin("m", here.why.append)
+        here.joint.stop_waiting()
+        await here.joint.others_done()
+        here.joint.end("failed")
+        last = here.joint.load
         assert last is not None and last.state == "failed" and last.id != first.id and here.told == 5
+        assert last.failed is None
+        for name in ("n", "n"):  # the one that failed is named until another one does
+            here.joint.begin(name, here.why.append)
+            here.joint.end("done")
+            assert here.joint.load.failed == last.id
 
     asyncio.run(scene())
 
@@ -168,13 +190,13 @@ def test_without_a_load_nothing_is_given_up() -> None:
     """Nor said."""
     here = Here()
     here.sees(LOADING, Seen())
-    here.elsewhere.end("called off")
+    here.joint.end("called off")
     assert here.sees(Seen("loaded", problem="m: no room", load=EARLIER), Seen(), now=100.0) is None
-    assert here.elsewhere.sentence() is None
+    assert here.joint.sentence() is None
 
 
 def test_what_failed_is_said_in_one_line(tmp_path: Path) -> None:
-    """Of several models that one first for which other nodes wait."""
+    """Of several models that one first which was loaded together with other nodes last."""
     made = []
     for name, text in (
         ("m", 'tensor_parallel = 3\npublisher = ["engine"]\n' + CLUSTER),
@@ -184,12 +206,12 @@ def test_what_failed_is_said_in_one_line(tmp_path: Path) -> None:
         path.write_text(f'[[model]]\nname = "{name}"\ncheckpoint = "/m"\n{text}')
         made.append(Model(load_config(path).models[0], ("host-0",)))
     model, alone = made
-    assert failure([alone, model]) is None
+    assert failure([alone, model], "m") is None
     alone.fail(alone.load_failed("x" * 1000))
-    said = failure([alone, model])
+    said = failure([alone, model], "m")
     assert said is not None and said.startswith("alone: loading alone to host-0 failed: xxx") and len(said) == 300
     alone.fail(alone.load_failed("exit status 1; it said last: Traceback | " + "x" * 300 + " | Error: no head"))
-    said = failure([alone, model])
+    said = failure([alone, model], "m")
     assert said is not None and said.startswith("alone: ") and said.endswith(" ... Error: no head")
     model.fail(model.load_failed("no\nroom"))
-    assert failure([alone, model]) == "m: loading m to host-0 failed: no\\nroom"
+    assert failure([alone, model], "m") == "m: loading m to host-0 failed: no\\nroom"
