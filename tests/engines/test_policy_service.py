@@ -35,6 +35,7 @@ from tests.running import RunningService
 from weightcached.engines.policy import find
 from weightcached.errors import (
     ConnectionFailed,
+    ModelElsewhere,
     ModelLoading,
     PeerRefused,
     ServiceNotRunning,
@@ -311,6 +312,32 @@ class TestLoading:
         shard.close()
         assert (module is not None and run(module) == VALUES) == published
         assert len(said(caplog)) == (0 if published else 1)
+
+
+class TestModelElsewhere:
+    """A model that the config puts on another device, asked for by its name."""
+
+    @pytest.fixture(autouse=True)
+    def elsewhere(self, folder: Path, runtime_dir: Path) -> Iterator[None]:
+        text = config(folder, 'devices = ["host-1"]').replace('["host-0"]', '["host-0", "host-1"]', 1)
+        with running(RunningService(runtime_dir, text).ready()) as service:
+            service.ctl("wait", "tiny", "--timeout", "30")
+            yield
+
+    @pytest.mark.parametrize("on_miss", ["wait", "start", "fail"])
+    def test_at_once(self, on_miss: str) -> None:
+        """There is nothing to wait for, and the error says where it is."""
+        with (
+            quick(),
+            pytest.raises(ModelElsewhere, match="tiny belongs on host-1, and is not on host-0; attach it with"),
+        ):
+            find(wanted(None), options(on_miss, model="tiny"), start=never)
+
+    def test_fallback(self, folder: Path, caplog: Caplog) -> None:
+        """Disk: of these files nothing is on the device."""
+        with quick():
+            assert find(wanted(folder), options("fallback", model="tiny")) is None
+        warned_once(caplog, "no model tiny on host-0")
 
 
 class TestStuckService:

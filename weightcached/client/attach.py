@@ -66,7 +66,8 @@ def attach(
         on_miss: "fail" raises `NoSuchModel`, `ModelLoading`, `ModelFailed` or `ServiceNotRunning` at once; "wait" waits
             for the service, for a connection and for the model, which is loaded if it is in the config and absent. With
             `checkpoint` it only waits: a model is loaded by its name. Logged at INFO: why it waits and how far the load
-            is, or why nothing is attached.
+            is, or why nothing is attached. `ModelElsewhere`, another `NoSuchModel`, comes at once: all ranks of the
+            model belong on other devices. `ModelHeldBack`, a `ModelLoading`: the nodes of a cluster have not agreed.
         timeout: seconds for everything, connecting and waiting included, a digest excepted.
         dtype: the element type the model must have, such as torch.bfloat16 or "bfloat16". Without it, with
             `checkpoint`, a model that was cast while loading does not match; one that was cut by rules of a config, or
