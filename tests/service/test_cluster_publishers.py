@@ -41,7 +41,10 @@ def make_nodes(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
     def make(
         command: list[str], *lines: str, address: str = "127.0.0.1", top: str = "", then: str | None = None
     ) -> list[Node]:
-        port, publisher_port = free_port(address), free_port(address)
+        port = free_port(address)
+        # The models with a publisher have one port each, from this one on.
+        while (publisher_port := free_port(address)) in (port, port - 1):
+            pass
         more = ("keep_alive = 0.3", "timeout = 60", f"publisher_port = {publisher_port}")
         at = f"[{address}]" if ":" in address else address
         of_model = ("tensor_parallel = 2", f"publisher = {json.dumps(command)}", *lines)
@@ -149,6 +152,35 @@ def test_a_failure_is_heard_of_though_the_next_load_has_begun(make_nodes: MakeNo
     assert nodes[1].service.model("next")["state"] == "loading"
     for node in nodes:
         node.stop()
+
+
+def test_two_models_in_another_order_on_each_node(make_nodes: MakeNodes, tmp_path: Path) -> None:
+    """Each would wait for the other's ranks: one node loads the other's model first, and both have both."""
+    commands = {name: ["python", PUBLISHING, f"meet={tmp_path / name}"] for name in ("cut", "next")}
+    then = f"publisher = {json.dumps(commands['next'])}"
+    nodes = make_nodes(commands["cut"], "preload = false", top=LAZY, then=then)
+    for node in nodes:
+        node.start().ready()
+    for node, names in zip(nodes, (("cut", "next"), ("next", "cut")), strict=True):
+        for name in names:
+            node.service.ctl("load", name)
+    for node in nodes:
+        for name in ("cut", "next"):
+            node.service.ctl("wait", name, "--timeout", "40")
+        assert "failed" not in node.service.log
+    for node in nodes:
+        node.stop()
+
+
+def test_a_node_that_is_stopped_while_it_waits_ends_the_load(make_nodes: MakeNodes, fifo: Path) -> None:
+    """Its own rank was done; it is gone before the other node's is, and nothing of that load stays."""
+    nodes = make_nodes(holding(fifo), "preload = false", top=LAZY)
+    load_until_rank_1_holds(nodes)
+    nodes[0].stop()
+    assert becomes_true(lambda: state(nodes[1]) == ("failed", 0))
+    said = nodes[1].service.model("cut")["error"]["message"]
+    assert "node 0, which has ranks of it, loads it no more: it was stopped" in said
+    nodes[1].stop()
 
 
 def test_a_node_that_is_killed_takes_its_ranks_with_it(make_nodes: MakeNodes, fifo: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from weightcached.config import load_config
 from weightcached.service.joint import JointLoad, failure
-from weightcached.service.membership import Load, Seen
+from weightcached.service.membership import LOADS_KEPT, Load, Seen
 from weightcached.service.models import Model
 
 HERE = Seen("loading")
@@ -27,10 +27,11 @@ class Here:
         """`before`: what the other nodes were seen to do before."""
         self.told = 0
         self.why: list[str] = []
+        self.gave_way: list[str] = []
         self.joint = JointLoad(0, 10.0, self.tell)
         if before:
             self.joint.look([HERE, *before], None, 0.0)
-        self.joint.begin("m", self.why.append)
+        self.joint.begin("m", self.why.append, self.gave_way.append)
 
     def tell(self) -> None:
         self.told += 1
@@ -85,11 +86,12 @@ def test_one_that_does_nothing_has_its_time() -> None:
         (Seen("loading", load=Load(M, "2", "running")), "it has begun to load it anew"),
         (HERE, "it has started anew"),
         (Seen("loaded", load=DONE), None),
-        (Seen("gone", problem="it was stopped", load=DONE), None),
-        (Seen("loading", problem="m: no room", load=Load("n", "2", "running", failed="1")), "m: no room"),
-        (Seen("loading", load=Load("n", "2", "running", failed="1")), "its load has failed there"),
-        (Seen("gone", load=Load("n", "2", "running", failed="1")), "its load has failed there"),
-        (Seen("loading", problem="m: of another one", load=Load("n", "2", "running", failed="0")), None),
+        (Seen("gone", problem="it was stopped", load=DONE), "it was stopped"),
+        (Seen("gone", load=DONE), None),
+        (Seen("loading", problem="m: no room", load=Load("n", "2", "running")), "m: no room"),
+        (Seen("loading", load=Load("n", "2", "running", ("0",))), "its load has failed there"),
+        (Seen("gone", load=Load("n", "2", "running")), "its load has failed there"),
+        (Seen("loading", problem="m: of another one", load=Load("n", "2", "running", ("0", "1"))), None),
         (Seen("gone", load=RUNNING), None),
         (Seen(), None),
     ],
@@ -121,18 +123,18 @@ def test_the_other_half_of_a_former_load_is_no_matter() -> None:
     here = Here()
     assert here.sees(LOADING, LOADING) is None
     here.joint.end("failed")
-    here.joint.begin("m", here.why.append)
+    here.joint.begin("m", here.why.append, here.gave_way.append)
     for then in (LOADING, Seen("loaded", problem="m: why", load=Load(M, "1", "failed"))):
         assert here.sees(then, LOADING) is None
-    assert here.sees(Seen("loading", load=Load(M, "2", "running", failed="1")), LOADING) is None
-    assert here.sees(Seen("loaded", load=Load(M, "2", "failed", failed="1")), LOADING) is not None
+    assert here.sees(Seen("loading", load=Load(M, "2", "running")), LOADING) is None
+    assert here.sees(Seen("loaded", load=Load(M, "2", "failed")), LOADING) is not None
 
 
 @pytest.mark.parametrize(
     ("others", "done"),
     [
-        ((Seen("loaded", load=DONE), Seen("gone", load=DONE)), True),
-        ((Seen("loading", load=Load("n", "2", "running")), Seen("loaded", load=DONE)), True),
+        ((Seen("loaded", load=DONE), Seen("gone", problem="it was stopped", load=DONE)), True),
+        ((Seen("loading", load=Load("n", "2", "running", ("1",))), Seen("loaded", load=DONE)), True),
         ((Seen("loaded", load=DONE), LOADING), False),
         ((Seen("loaded", load=DONE), Seen("gone", load=RUNNING)), False),
         ((Seen("loaded", load=DONE), Seen()), False),
@@ -147,6 +149,71 @@ def test_a_load_is_over_when_all_that_took_part_are_done(others: tuple[Seen, See
         assert await is_done(here, *others) == done
 
     asyncio.run(scene())
+
+
+@pytest.mark.parametrize("then", [Seen("gone", problem="it was stopped", load=DONE), HERE])
+def test_what_becomes_of_a_node_that_was_done_is_no_matter(then: Seen) -> None:
+    """To one that is done as well; to one that is not, its ranks may not be there any more."""
+
+    async def scene() -> None:
+        here = Here()
+        here.sees(LOADING, LOADING)
+        here.sees(Seen("loaded", load=DONE), LOADING)
+        assert await is_done(here, then, Seen("loaded", load=DONE))
+
+    asyncio.run(scene())
+    here = Here()
+    here.sees(LOADING, LOADING)
+    here.sees(Seen("loaded", load=DONE), LOADING)
+    assert here.sees(then, LOADING) is not None
+
+
+def test_a_load_of_which_nothing_is_known_any_more_has_failed() -> None:
+    """The other node is at another one, and does not name it among those that were good."""
+    here = Here()
+    here.sees(LOADING, LOADING)
+    here.sees(Seen("loaded", load=DONE), LOADING)
+    at_another = Seen("loading", load=Load("n", "9", "running", ("5", "6", "7", "8")))
+    assert here.sees(at_another, LOADING) is not None
+
+
+def test_a_node_that_failed_after_it_was_done_has_failed() -> None:
+    """Since another one had, of which nothing was heard here."""
+    here = Here()
+    here.sees(LOADING, LOADING)
+    here.sees(Seen("loaded", load=DONE), LOADING)
+    assert here.sees(Seen("loaded", problem="m: x", load=Load(M, "1", "failed")), LOADING) is not None
+
+
+def test_without_node_0_nothing_is_known_of_the_others() -> None:
+    """What it has said of them is of then: they have the time of who is silent."""
+    joint = JointLoad(1, 10.0, lambda: None)
+    why: list[str] = []
+    joint.begin("m", why.append, why.append)
+    joint.look([LOADING, HERE, LOADING], None, 0.0)
+    for now in (1.0, 10.9):
+        joint.look([Seen("gone", load=RUNNING), HERE, LOADING], None, now)
+    assert not why
+    said = "the publisher of m waits for its ranks on node 0 (gone), node 2 (gone); have m loaded there too"
+    assert joint.sentence() == said
+    joint.look([Seen("gone", load=RUNNING), HERE, LOADING], None, 11.0)
+    assert why == ["waited 10 s for its ranks on node 0 (gone)"]
+
+
+def test_of_two_models_all_nodes_load_the_same_one_first() -> None:
+    """A node that is at another one waits for the ranks here, as those here for its own. Which goes first is the same
+    on all nodes; without a word of that the load is given up after its time."""
+    for other, gives_way in (("0", True), ("zz", False)):
+        here = Here()
+        busy = Seen("loading", load=Load(other, "2", "running"))
+        assert here.sees(busy, LOADING) is None
+        assert here.gave_way == ([other] if gives_way else [])
+        said = "the publisher of m waits for its ranks on node 1 (loading another model); have m loaded there too"
+        assert here.joint.sentence() == said
+        assert here.sees(busy, LOADING, now=10.0) == "waited 10 s for its ranks on node 1 (loading another model)"
+    here = Here()
+    assert here.sees(Seen("loading", load=Load("0", "2", "done")), LOADING) is None
+    assert here.gave_way == []
 
 
 def test_who_does_not_take_part_is_not_waited_for_at_the_end() -> None:
@@ -166,22 +233,24 @@ def test_the_others_are_told_what_becomes_of_the_load() -> None:
         here = Here()
         first = here.joint.load
         assert first is not None and (first.model, first.state, here.told) == (M, "running", 1)
-        assert first.failed is None
+        assert first.over == ()
         assert await is_done(here, WITHOUT, WITHOUT)
         assert here.joint.load == Load(M, first.id, "done") and here.told == 2
         here.joint.end("done")
         assert here.told == 2
-        here.joint.begin("m", here.why.append)
+        here.joint.begin("m", here.why.append, here.gave_way.append)
         here.joint.stop_waiting()
         await here.joint.others_done()
         here.joint.end("failed")
         last = here.joint.load
         assert last is not None and last.state == "failed" and last.id != first.id and here.told == 5
-        assert last.failed is None
-        for name in ("n", "n"):  # the one that failed is named until another one does
-            here.joint.begin(name, here.why.append)
+        assert last.over == (first.id,)
+        for number in range(2 * LOADS_KEPT):  # those that were good are named, so many of them
+            here.joint.begin("n", here.why.append, here.gave_way.append)
+            assert here.joint.load.over[0] == first.id or number >= LOADS_KEPT
+            assert last.id not in here.joint.load.over
             here.joint.end("done")
-            assert here.joint.load.failed == last.id
+        assert len(here.joint.load.over) == LOADS_KEPT
 
     asyncio.run(scene())
 

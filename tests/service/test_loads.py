@@ -38,6 +38,7 @@ from weightcached.loader.process import Job
 from weightcached.parallel.ranks import Parallel
 from weightcached.service import loads, workers
 from weightcached.service.models import Model
+from weightcached.service.spec import spec_of
 
 Llama = tuple[Path, dict[str, Tensor]]
 
@@ -493,6 +494,8 @@ def test_the_job_says_all_that_a_load_depends_on(
         rules=["model.layers.*.extra: col"], dtype="bfloat16", expert_parallel=True,
     )  # fmt: skip
     sent = json.loads((tmp_path / "job").read_text())
+    spec = sent["job"]["spec"]
+    assert spec_of({"spec": spec}) == model.spec.digest != spec
     assert sent == {
         "job": {
             "model": "m",
@@ -504,7 +507,7 @@ def test_the_job_says_all_that_a_load_depends_on(
             "rules": ["model.layers.*.extra: col"],
             "dtype": "bfloat16",
             "staging": 9 << 20,
-            "spec": model.spec.digest,
+            "spec": spec,
             "first": 0,
         }
     }  # fmt: skip

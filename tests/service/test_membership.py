@@ -14,6 +14,7 @@ from weightcached.config_cluster import MAX_NODES
 from weightcached.service import membership
 from weightcached.service.membership import (
     BEAT_BYTES,
+    LOADS_KEPT,
     MISSED,
     PROBLEM_CHARS,
     VIEW_BYTES,
@@ -52,7 +53,7 @@ def test_a_datagram_is_read_as_it_was_written() -> None:
 
 def test_what_is_too_large_is_said_shorter() -> None:
     """A view of as many nodes as there may be, each with its problem, is one datagram; so is a beat in any language."""
-    load = replace(Load.after(None, "m" * 128), state="called off", failed="0" * 8)
+    load = replace(Load.after(None, "m" * 128), state="called off", over=("0" * 8,) * LOADS_KEPT)
     where = "2001:db8:1111:2222:3333:4444:5555:6666"
     many = (Seen("gone", where, 12345.6, "x" * PROBLEM_CHARS, load),) * MAX_NODES
     data = encode(ID, View("b0" * 8, 1 << 40, many))
@@ -93,9 +94,11 @@ def test_what_is_too_large_is_said_shorter() -> None:
         changed(encode(ID, BEAT), "beat", load={**LOAD, "id": "\n"}),
         changed(encode(ID, BEAT), "beat", load={**LOAD, "state": "lost"}),
         changed(encode(ID, BEAT), "beat", load={"model": "m"}),
-        changed(encode(ID, BEAT), "beat", load={**LOAD, "failed": 1}),
+        changed(encode(ID, BEAT), "beat", load={**LOAD, "over": 1}),
+        changed(encode(ID, BEAT), "beat", load={**LOAD, "over": ["1"] * (LOADS_KEPT + 1)}),
+        changed(encode(ID, BEAT), "beat", load={**LOAD, "over": [1]}),
     ],
-    ids=range(27),
+    ids=range(29),
 )
 def test_a_beat_that_is_none_is_dropped_and_counted(data: bytes) -> None:
     """Whatever is in it: nothing raises, and nothing of it is used."""

@@ -12,6 +12,7 @@ from weightcached.config import Config, ModelConfig
 from weightcached.errors import CheckpointChanged, CheckpointError, ConfigError, DeviceError, DeviceFull, LoadFailed
 from weightcached.service import models
 from weightcached.service.models import HeldBack, Model, start_failure, summary
+from weightcached.service.spec import spec_of
 
 ERROR = CheckpointError(file="/models/m/model.safetensors", problem="is not there")
 
@@ -351,7 +352,7 @@ def test_the_worker_is_told_state_progress_and_reason() -> None:
     evictable = {"retry": False, "pin": False, "keep": False, "replace": "beside"}
     assert model.for_worker() == {**said, **evictable}
     failed(model)
-    said["spec"] = model.spec.digest  # until its process has ended
+    said["spec"] = model.load_spec  # until its process has ended
     assert model.for_worker() == {
         **said, "state": "failed", "reason": "/models/m/model.safetensors: is not there", **evictable,
     }  # fmt: skip
@@ -576,7 +577,10 @@ def test_workers_know_by_which_load_the_service_publishes() -> None:
     """The one that was begun last, also when the config has changed meanwhile, or an engine has published the model."""
     model = new()
     begin(model)
-    spec = model.spec.digest
+    first = model.load_spec
+    begin(model)
+    spec = model.load_spec
+    assert first != spec and spec_of({"spec": first}) == spec_of({"spec": spec}) == model.spec.digest
     model.configure(config(checkpoint="/models/other"), ("host-0",))
     model.published("host-0", 1, 100)
-    assert (model.state, model.for_worker()["spec"]) == ("cached", spec) != ("cached", model.spec.digest)
+    assert (model.state, model.for_worker()["spec"]) == ("cached", spec)

@@ -214,6 +214,33 @@ def test_a_restart_adopts_it_and_a_reload_leaves_it(runtime_dir: Path, checkpoin
         manager.abandon()
 
 
+@pytest.mark.parametrize("how", ["kill", "restart"])
+def test_a_restart_in_the_middle_of_a_load_keeps_nothing_of_it(
+    runtime_dir: Path, checkpoint: Path, tmp_path: Path, how: str
+) -> None:
+    """Published, but its command had not ended, so it could still have failed: it is loaded anew."""
+    os.mkfifo(tmp_path / "fifo")
+    config = LISTENING + HOST + model("engine", checkpoint, publisher(f"hold=0:{tmp_path / 'fifo'}"))
+    manager = Manager(runtime_dir, config)
+    try:
+        manager.start().ready()
+        manager.wait_stored(2)
+        if how == "kill":
+            manager.kill()
+            manager.start().ready()
+        else:
+            manager.restart().ready()
+        assert "engine on host-0, generation 1, is dropped: the service ended before its load was over" in manager.log
+        (tmp_path / "fifo").write_text("0")
+        manager.ctl("wait", "engine", "--timeout", "30")
+        assert manager.model("engine")["generations"] == [2]
+        manager.restart().ready()
+        assert manager.model("engine")["generations"] == [2]
+        manager.stop()
+    finally:
+        manager.abandon()
+
+
 # A publisher as an engine is one: torch modules, ranks that meet over TCP, `weightcached.publish`.
 
 GATHERING = str(ROOT / "tests" / "service" / "gathering.py")

@@ -102,7 +102,7 @@ def test_a_shard_that_comes_after_its_load_has_ended_does_not_count(
                 shards.shard_held("host-0", "m", generation)
 
             loaded.begin()
-            spec = loaded.spec.digest
+            spec = str(loaded.load_spec)
             loaded.fail(loaded.load_failed("its process was killed"))
             loaded.load_spec = None
             arrives(1, spec=spec)
@@ -110,11 +110,13 @@ def test_a_shard_that_comes_after_its_load_has_ended_does_not_count(
             assert service.vault.find("host-0", "m") is None
             assert [list(message) for message in told if "withdrawn" in message] == [["withdrawn"]]
             loaded.begin()
-            arrives(2, spec=spec)
-            assert (loaded.state, loaded.generation_on("host-0")) == ("cached", 2)
-            loaded.load_spec = None
-            arrives(3)
+            arrives(2, spec=spec)  # of the load before
+            assert (loaded.state, loaded.ranks_cached) == ("loading", 0)
+            arrives(3, spec=str(loaded.load_spec))
             assert (loaded.state, loaded.generation_on("host-0")) == ("cached", 3)
+            loaded.load_spec = None
+            arrives(4)
+            assert (loaded.state, loaded.generation_on("host-0")) == ("cached", 4)
 
     asyncio.run(main())
 

@@ -99,11 +99,8 @@ def _status(args: argparse.Namespace) -> int:
         emit(f"{name}, pid {service['pid']}, {state}, {service['config']}")
         for line in (*map(_device_line, service["devices"]), *cluster_lines(service.get("cluster"))):
             emit(line)
-        print_table(
-            ["MODEL", "DEVICE", "RANK", "STATE", "SIZE", "GEN", "USED BY"],
-            _model_rows(service),
-            right=("SIZE", "GEN"),
-        )
+        columns = ["MODEL", "DEVICE", "RANK", "STATE", "SIZE", "GEN", "USED BY"]
+        print_table(columns, _model_rows(service), right=("SIZE", "GEN"))
         for model in service["models"]:
             if model["ranks"] > 1:
                 emit(f"{model['model']}: {model['state']}, {model['ranks_cached']}/{model['ranks']} ranks")
@@ -169,7 +166,8 @@ def _model_rows(service: dict[str, Any]) -> list[list[str]]:
             state = shard["state"]
             if state == "cached" and model.get("state") == "loading":
                 state = f"cached, {_progress(model)}"
-            state += ", held back" if state == "cached" and model.get("held_back") else ""
+            if state == "cached" and model.get("held_back") and device["device"] in model["devices"]:
+                state += ", held back"
             state += shard_notes(shard)
             users = ", ".join(f"{lease['pid']} ({lease['command']})" for lease in shard["leases"])
             rows.append(

@@ -89,20 +89,19 @@ class Cluster:
         self._not_cached: list[list[str]] = []  # by node, models that were not cached there then; here: that are not
         self._is_agreed = False
         self._mine: Description = {}
-        self._digest = ""
         self._wake = asyncio.Event()
         self._news = asyncio.Event()  # for a start that waits
         self._link: Link | None = None
         self._rounds: set[asyncio.Task[None]] = set()  # the one under way, and those that are being ended
-        self._round_name = ""
-        self.joint: JointLoad | None = None
+        self._round_name = self._digest = ""
+        me, timeout = (self._config.node_rank, self._config.timeout) if self._config is not None else (0, 0.0)
+        self.joint = JointLoad(me, timeout, self._wake.set)
         if self._config is not None:
             self._nodes = (Seen(),) * self._config.nodes
             self._not_cached = [[] for _ in self._nodes]
             seconds = min(self._config.keep_alive, PACE_SECONDS)
             self._lines = PacedLines(_log, "cluster", Pace(LINES * self._config.nodes, seconds))
             self._round_pace = Pace(ROUNDS, seconds)
-            self.joint = JointLoad(self._config.node_rank, self._config.timeout, self._wake.set)
 
     def models_changed(self) -> None:
         """To be called at each change of a model, or of what is known of the nodes, before workers are told of it."""
@@ -226,7 +225,7 @@ class Cluster:
                 model.held_back = not_yet
 
     def _beat(self) -> Beat:
-        assert self._config is not None and self.joint is not None
+        assert self._config is not None
         busy = not self._loaded or any(model.state in ("queued", "loading") for model in self._models().values())
         state: Reported = "loading" if busy else "loaded"
         if self._leaving:
@@ -260,11 +259,12 @@ class Cluster:
                 self._problem = str(error)
                 here = Seen("loaded" if self._loaded else "loading")
                 self._nodes = tuple(here if node == config.node_rank else Seen() for node in range(config.nodes))
+                self.joint.look(self._nodes, None, time.monotonic())
                 self._tell()
             await asyncio.sleep(config.keep_alive)
 
     def _step(self, link: Link) -> None:
-        assert self._config is not None and self.joint is not None
+        assert self._config is not None
         found = link.step(time.monotonic())
         for bad, news in changes(self._nodes, found.nodes, self._config.node_rank):
             self._lines.say(logging.WARNING if bad else logging.INFO, news)
@@ -379,7 +379,7 @@ class Cluster:
 
     def _shown_problem(self) -> str | None:
         """What is wrong among the nodes, for people; None if nothing is."""
-        return self._refusal or self._problem or (self.joint.sentence() if self.joint is not None else None)
+        return self._refusal or self._problem or self.joint.sentence()
 
     def _ranks_on(self, node: int) -> dict[str, list[int]]:
         """The first and the last rank of each model there."""

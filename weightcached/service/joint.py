@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from ..text import cut_middle, printable
 from .membership import PROBLEM_CHARS, PROBLEM_HEAD, Load, LoadState, Seen
@@ -40,18 +41,23 @@ class JointLoad:
         self._timeout = timeout
         self._changed = changed
         self._give_up: Callable[[str], None] | None = None  # while a load is under way
+        self._give_way: Callable[[str], None] | None = None  # likewise
         self._seen: dict[int, Load | None] = {}  # of each node, its last load
         self._before: dict[int, Load | None] = {}  # the same when the load here began
-        self._taking_part: dict[int, Load] = {}  # of nodes whose ranks have been running since
+        self._taking_part: dict[int, Load] = {}  # of nodes whose ranks have been running since, as last heard
         self._former: set[str] = set()  # loads of other nodes that took part in the one before
         self._idle_since: dict[int, float] = {}
-        self._unfinished: dict[int, Seen] = {}  # nodes that the ranks here need, and that are not loading
+        self._unfinished: dict[int, str] = {}  # nodes that the ranks here need, and what they do in place of loading
         self._all_done = asyncio.Event()
 
-    def begin(self, model: str, give_up: Callable[[str], None]) -> None:
-        """The ranks here are about to start. To be followed by `end`. `give_up(why)` is called if that is in vain."""
+    def begin(self, model: str, give_up: Callable[[str], None], give_way: Callable[[str], None]) -> None:
+        """The ranks here are about to start. To be followed by `end`.
+
+        `give_up(why)` is called if that is in vain. `give_way(model)`, of that digest: another node is at that model,
+        and waits for the ranks here as those here wait for its own; of two nodes one is asked to load that first.
+        """
         self.model = model
-        self._give_up = give_up
+        self._give_up, self._give_way = give_up, give_way
         self._before = dict(self._seen)
         self._former = {load.id for load in self._taking_part.values()}
         self._taking_part.clear()
@@ -83,42 +89,50 @@ class JointLoad:
         A node that has failed, or ends and says why, will not come again. One that says nothing may not have begun, or
         may be cut off for a moment: it has `timeout` seconds.
         """
+        if self._me and nodes[0].state == "gone":  # it alone tells of the others, and what it said is of then
+            nodes = [item if node in (0, self._me) else replace(item, state="gone", problem=None)
+                     for node, item in enumerate(nodes)]  # fmt: skip
         self._seen = {node: item.load for node, item in enumerate(nodes) if item.state != "unknown"}
-        if self._give_up is None or self.load is None:
+        if self._give_up is None or self._give_way is None or (mine := self.load) is None:
             return
+        others = [(node, item) for node, item in enumerate(nodes) if node != self._me]
+        if mine.state == "running":
+            for _, item in others:
+                if _is_at_another(mine, item) and item.load is not None and item.load.model < mine.model:
+                    self._give_way(item.load.model)
         self._unfinished = {}
         running = False
-        for node, item in enumerate(nodes):
-            if node == self._me:
-                continue
+        for node, item in others:
             if item.state != "unknown":
                 self._before.setdefault(node, item.load)
-            theirs = self._theirs(self.load, node, item)
-            if (why := self._given_up(node, item, theirs)) is not None:
+            theirs = self._theirs(mine, node, item)
+            if (why := self._given_up(mine, node, item, theirs)) is not None:
                 self._end_in_vain(f"node {node}, which has ranks of it, loads it no more: {why}")
                 return
-            if theirs is not None and theirs.state == "running" and item.state != "gone":
+            if theirs is not None:
                 self._taking_part[node] = theirs
-                running = True
-            elif self._is_done(self.load, node, item, theirs):
+            if self._is_done(mine, node, item):
                 continue
-            elif item.state != "loading":  # else it loads another model before this one
-                self._unfinished[node] = item
+            if theirs is not None and item.state != "gone":
+                running = True
+            elif item.state != "loading" or _is_at_another(mine, item):
+                state = "loading another model" if item.state == "loading" else item.state
+                self._unfinished[node] = state
                 waited = now - self._idle_since.setdefault(node, now)
                 if waited >= self._timeout:
-                    why = f"waited {waited:.0f} s for its ranks on node {node} ({item.state})"
+                    why = f"waited {waited:.0f} s for its ranks on node {node} ({state})"
                     self._end_in_vain("; ".join(filter(None, [why, item.problem, refusal])))
                     return
                 continue
             self._idle_since.pop(node, None)
-        if self.load.state == "done" and not running and not self._unfinished:
+        if mine.state == "done" and not running and not self._unfinished:
             self._all_done.set()
 
     def sentence(self) -> str | None:
         """What was seen last, for people: which publisher waits, and for whom."""
         if not self._unfinished or self.load is None:
             return None
-        idle = ", ".join(f"node {node} ({item.state})" for node, item in self._unfinished.items())
+        idle = ", ".join(f"node {node} ({state})" for node, state in self._unfinished.items())
         if self.load.state == "done":
             return f"the publisher of {self.model} is done here, and its ranks on {idle} are not"
         return f"the publisher of {self.model} waits for its ranks on {idle}; have {self.model} loaded there too"
@@ -133,30 +147,32 @@ class JointLoad:
             return load if item.state != "gone" or node in self._taking_part else None
         return load if load != self._before.get(node) else None
 
-    def _given_up(self, node: int, item: Seen, theirs: Load | None) -> str | None:
-        """Why the ranks of a node do not come, or do not come again; None if that is not known."""
+    def _given_up(self, mine: Load, node: int, item: Seen, theirs: Load | None) -> str | None:
+        """Why the ranks of a node do not come, or do not come again; None if that is not known.
+
+        A node whose ranks are done has done its part: what becomes of it then is no matter to one that is done too.
+        """
         about_it = item.state == "gone" or (item.problem or "").startswith(f"{self.model}: ")
         said = item.problem if about_it else None
         if theirs is not None and theirs.state in ("failed", "called off"):
             return said or f"its load {'has failed' if theirs.state == 'failed' else 'was called off'} there"
-        took_part = self._taking_part.get(node)
-        if took_part is None or (theirs is not None and theirs.state == "done"):
+        if (took_part := self._taking_part.get(node)) is None:
             return None
-        if item.load is not None and item.load.failed == took_part.id:  # it is at another one already
-            return said or "its load has failed there"
+        if theirs is not None and theirs.id != took_part.id:
+            return "it has begun to load it anew"
+        if item.load is not None and item.load.id != took_part.id and took_part.id not in item.load.over:
+            return said or "its load has failed there"  # and it is at another one already
+        if mine.state == (theirs or took_part).state == "done":
+            return None
         if item.state == "gone":
             return said  # one that is silent may be cut off for a moment
-        if theirs is not None:
-            return "it has begun to load it anew" if theirs.id != took_part.id else None
         return "it has started anew" if item.load is None and item.state != "unknown" else None
 
-    def _is_done(self, mine: Load, node: int, item: Seen, theirs: Load | None) -> bool:
+    def _is_done(self, mine: Load, node: int, item: Seen) -> bool:
         """Whether the node's ranks have ended well, or are not needed: those here are done, and they never came."""
-        if theirs is not None:
-            return theirs.state == "done"
-        if node in self._taking_part:  # it has begun another load since, and says that this one did not fail
-            return item.load is not None
-        return mine.state == "done"
+        if (took_part := self._taking_part.get(node)) is None:
+            return mine.state == "done"
+        return took_part.state == "done" or (item.load is not None and took_part.id in item.load.over)
 
     def _end_in_vain(self, why: str) -> None:
         give_up, self._give_up = self._give_up, None
@@ -170,3 +186,9 @@ class JointLoad:
     def _say(self, load: Load) -> None:
         self.load = load
         self._changed()
+
+
+def _is_at_another(mine: Load, item: Seen) -> bool:
+    """Whether a node loads another model together with others, which needs the ranks here."""
+    load = item.load
+    return item.state == "loading" and load is not None and load.state == "running" and load.model != mine.model

@@ -24,8 +24,10 @@ from ..text import describe_exit
 from ..wire.framing import decode
 from ..wire.stream import Stream
 from .joint import JointLoad
+from .membership import Load
 from .models import Model
 from .publishers import Publishers
+from .underway import UnderWay
 from .vault import Vault
 from .workers import END_SECONDS, gone, kill, spawn_role
 
@@ -40,7 +42,7 @@ class Loads:
     `staging()`, asked for each loader: bytes of host memory that it may pass the checkpoint through. `vault` tells what
     a publisher has published; borrowed. `withdraw(model, shards)` evicts what a load had published of a model, device
     and generation of each, before it failed. `joint`: what other nodes do of loads together with them, if there
-    are any.
+    are any. `under_way` remembers a publisher's load over the death of this process.
     """
 
     def __init__(
@@ -50,9 +52,11 @@ class Loads:
         vault: Vault | None = None,
         withdraw: Callable[[Model, list[tuple[str, int]]], None] = lambda model, shards: None,
         joint: JointLoad | None = None,
+        under_way: UnderWay | None = None,
     ) -> None:
         self._withdraw = withdraw
         self._joint = joint
+        self._under_way = under_way or UnderWay()
         self._changed = changed
         self._staging = staging
         self._vault = vault or Vault()
@@ -99,6 +103,10 @@ class Loads:
             self._again = None
             self._current.call_off()
 
+    def settle(self) -> None:
+        """At a start: what an earlier process of the service has left of a load that was never over is dropped."""
+        self._under_way.settle(self._vault)
+
     async def run(self) -> None:
         """Loads until cancelled; a cancelled load's process is ended and awaited."""
         while True:
@@ -117,6 +125,8 @@ class Loads:
             model.begin()
             self._changed(model)
             self._current = loader = self._loader_of(model)
+            if isinstance(loader, Publishers):
+                self._under_way.begin(model.name, loader.last_generations())
             try:
                 error = await loader.run()
             except OSError as failure:  # no descriptor or no process to be had: what is cached must outlive that
@@ -138,15 +148,24 @@ class Loads:
             # Published models were marked by the worker's word; what is left here was called off, or was published by
             # a command that has ended now.
             model.called_off()
+        self._under_way.end()
         model.load_spec = None
-        self._changed(model)
-        if self._again is model:
+        if self._again is model:  # before anybody hears that it is called off
             self._again = None
-            self.add(model)
+            model.queue()
+            self._queue.append(model)
+        self._changed(model)
+
+    def _give_way(self, model: str) -> None:
+        """Has the load under way begin again behind the one of that model, by its digest, if that is queued."""
+        meetings = [item for item in self._queue if item.config.meeting is not None]
+        if self._current is not None and any(Load.model_of(item.name) == model for item in meetings):
+            self._again = self._current.model
+            self._current.call_off()
 
     def _loader_of(self, model: Model) -> LoaderProcess | Publishers:
         if model.spec.publisher:
-            return Publishers(model, self._vault, self._joint)
+            return Publishers(model, self._vault, self._joint, self._give_way)
         return LoaderProcess(model, self._staging(), self._changed)
 
 
@@ -209,7 +228,7 @@ class LoaderProcess:
             "rules": list(spec.rules),
             "dtype": None if spec.dtype == "checkpoint" else spec.dtype,
             "staging": self._staging,
-            "spec": spec.digest,
+            "spec": self.model.load_spec,
             "first": spec.first,
         }
 

@@ -54,6 +54,7 @@ from .reload import (
 from .shards import Shards
 from .slicings import kept, order_of, slicings_of
 from .store import Store, take_listen_fds
+from .underway import UnderWay
 from .vault import Vault
 from .verify import Verifications
 from .workers import WorkerProcess
@@ -122,8 +123,9 @@ class Service:
         self.vault = Vault(self._store)
         staging = lambda: self.config.staging_memory  # noqa: E731
         self.cluster = Cluster(config, lambda: self.models, self._cluster_changed, to_lose=bool(handed))
+        under_way = UnderWay(control_path(instance).with_suffix(".loading"))
         self.loads = Loads(
-            self._model_changed, staging, self.vault, lambda *half: shards.withdraw(*half), self.cluster.joint
+            self._model_changed, staging, self.vault, lambda *it: shards.withdraw(*it), self.cluster.joint, under_way
         )
         self.digests = Digests(lambda device, *told: self.workers[device].digested(*told))
         self.verifications = Verifications()
@@ -160,8 +162,7 @@ class Service:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
         loop.add_signal_handler(signal.SIGHUP, self._reload_by_signal)
-        if self._handed:
-            self.vault.filled.clear()  # workers start meanwhile
+        self.vault.filled.clear()  # workers start meanwhile
         storing = asyncio.create_task(self._store.run(), name="store")
         background = [storing, *(worker.start() for worker in self.workers.values())]
         background.append(asyncio.create_task(self.loads.run(), name="loads"))
@@ -305,7 +306,8 @@ class Service:
         async with self._reloading:  # a SIGHUP means what is there then
             if self._handed:
                 await adopt(self._handed, self.workers, self.vault, self._store)
-                self.vault.filled.set()
+            self.loads.settle()
+            self.vault.filled.set()
             for worker in self.workers.values():
                 try:
                     async with asyncio.timeout(WORKER_START_SECONDS):

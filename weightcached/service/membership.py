@@ -31,6 +31,7 @@ VIEW_BYTES = 60_000  # a datagram may have 65,507
 MISSED = 3  # signs of life; then a node is gone
 PROBLEM_CHARS = 300  # 1,200 bytes at most, which fit into a beat
 PROBLEM_HEAD = 100  # of those of one that is too long; the others are its end
+LOADS_KEPT = 4  # of those that were good
 NAME_CHARS = 64  # of a boot, a digest and an address
 
 Fields = dict[str, Callable[[Any], bool]]
@@ -45,22 +46,24 @@ class Load:
 
     `model` is a digest of its name, which may be too long for a view of many nodes. `id` is random for each load.
     "running" while its ranks run, "done" when all of them have published and ended; "failed", and "called off" by an
-    operator, a reload or the end of the service, may follow either. `failed` is the id of the last one before it that
-    has ended so: the next one may begin before any datagram has said that.
+    operator, a reload or the end of the service, may follow either. `over` has the ids of the last ones before it that
+    were good: the next one may begin before any datagram has said so, or the contrary.
     """
 
     model: str
     id: str
     state: LoadState
-    failed: str | None = None
+    over: tuple[str, ...] = ()
 
     @classmethod
     def after(cls, last: Load | None, model: str) -> Load:
         """One of that model which begins, `last` being the one before."""
-        failed = None
-        if last is not None:
-            failed = last.id if last.state in ("failed", "called off") else last.failed
-        return cls(json_digest(model)[:16], secrets.token_hex(4), "running", failed)
+        over = () if last is None else last.over if last.state != "done" else (*last.over, last.id)
+        return cls(cls.model_of(model), secrets.token_hex(4), "running", over[-LOADS_KEPT:])
+
+    @staticmethod
+    def model_of(name: str) -> str:
+        return json_digest(name)[:16]
 
     def become(self, state: LoadState) -> Load:
         return replace(self, state=state)
@@ -212,7 +215,7 @@ _LOAD: Fields = {
     "model": _is_name,
     "id": _is_name,
     "state": lambda value: value in get_args(LoadState),
-    "failed": lambda value: value is None or _is_name(value),
+    "over": lambda value: isinstance(value, list) and len(value) <= LOADS_KEPT and all(map(_is_name, value)),
 }
 _BEAT: Fields = {
     "node": is_count,
@@ -244,7 +247,7 @@ _SEEN: Fields = {
 
 def _read(content: dict[str, Any]) -> dict[str, Any]:
     """The fields that a beat and a node in a view have in common, as they are kept here."""
-    load = content["load"] and Load(**content["load"])
+    load = content["load"] and Load(**{**content["load"], "over": tuple(content["load"]["over"])})
     return {**content, "problem": _fit_to_show(content["problem"]), "load": load}
 
 

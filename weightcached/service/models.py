@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass, field
@@ -59,7 +60,7 @@ class Model:
     error: WeightCacheError | None = None
     keep: bool = False
     held_back: HeldBack | None = None  # by the other nodes of a cluster
-    load_spec: str | None = None  # digest of the spec of the load under way, by which alone the service publishes
+    load_spec: str | None = None  # what shards of the load under way carry, by which alone the service publishes
     order: tuple[str, ...] = ()  # devices that ranks of another slicing of it may go to (`slicings`)
     _load_started: float = 0.0
     _shards: dict[str, CachedRank] = field(default_factory=dict)  # by device, the newest one of each
@@ -170,7 +171,7 @@ class Model:
 
     def begin(self) -> None:
         self.state, self.error, self._load_published = "loading", None, False
-        self.load_spec = self.spec.digest
+        self.load_spec = f"{self.spec.digest}/{secrets.token_hex(4)}"
         self.bytes_done, self.bytes_to_read, self._load_started = 0, None, time.monotonic()
 
     def published(self, device: str, generation: int, nbytes: int, weights: object = None) -> None:

@@ -7,7 +7,7 @@ In its environment:
     WEIGHTCACHED_DEVICE            where to, as in "host-0"; CUDA_VISIBLE_DEVICES is the same where that is a GPU
     WEIGHTCACHED_RANK, _WORLD      which of how many it is
     WEIGHTCACHED_RUNTIME_DIR       where the workers' sockets are
-    WEIGHTCACHED_SPEC              a digest of what the config asks for
+    WEIGHTCACHED_SPEC              a digest of what the config asks for, and which load of it this is
     RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT       as a child of torchrun has them
 
 `weightcached.publish` carries the spec on in the shard, so that a restart of the service knows whose it is. LOCAL_RANK
@@ -51,13 +51,14 @@ _log = logging.getLogger(__name__)
 class Rank:
     """One process, its group and what it says."""
 
-    def __init__(self, model: str, spec: LoadSpec, index: int) -> None:
-        """`index`: of its device among those of the spec."""
+    def __init__(self, model: str, spec: LoadSpec, tag: str, index: int) -> None:
+        """`tag`: what its shard is to carry as its spec. `index`: of its device among those of the spec."""
         number = spec.first + index
         self.device = spec.devices[index]
         self.killed = False  # by somebody else
         self._model = model
         self._spec = spec
+        self._tag = tag
         self._number = number
         self._index = index
         self._process: asyncio.subprocess.Process | None = None
@@ -164,7 +165,7 @@ class Rank:
             "WEIGHTCACHED_WORLD": world,
             "WEIGHTCACHED_CHECKPOINT": str(self._spec.checkpoint),
             "WEIGHTCACHED_RUNTIME_DIR": str(runtime_dir().absolute()),
-            "WEIGHTCACHED_SPEC": self._spec.digest,
+            "WEIGHTCACHED_SPEC": self._tag,
             "RANK": str(self._number),
             "LOCAL_RANK": str(self._index) if is_host(self.device) else "0",
             "WORLD_SIZE": world,

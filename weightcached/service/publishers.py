@@ -15,6 +15,7 @@ import errno
 import logging
 import socket
 import time
+from collections.abc import Callable
 
 from ..errors import WeightCacheError
 from ..meeting import listen, resolve
@@ -36,15 +37,24 @@ _log = logging.getLogger(__name__)
 class Publishers:
     """The processes that publish one model, from start to exit. In the place of `loads.LoaderProcess`."""
 
-    def __init__(self, model: Model, vault: Vault, joint: JointLoad | None = None) -> None:
-        """`vault`: what is published, borrowed. `joint`: the load together with other nodes, if there are any."""
+    def __init__(
+        self,
+        model: Model,
+        vault: Vault,
+        joint: JointLoad | None = None,
+        give_way: Callable[[str], None] = lambda model: None,
+    ) -> None:
+        """`vault`: what is published, borrowed. `joint`: the load together with other nodes, if there are any, which
+        may ask to give way to another one (`JointLoad.begin`)."""
         self.model = model
         self.spec = model.spec  # its config may change meanwhile
         self.killed = False  # one of them, by somebody else, such as the kernel when memory is short
         self._vault = vault
         self._others = self.spec.parallel.world - len(self.spec.devices)  # ranks on other nodes
         self._joint = joint if self._others else None
-        self._ranks = [Rank(model.name, self.spec, number) for number in range(len(self.spec.devices))]
+        self._give_way = give_way
+        self._tag = model.load_spec or self.spec.digest  # what its shards carry
+        self._ranks = [Rank(model.name, self.spec, self._tag, number) for number in range(len(self.spec.devices))]
         self._called_off = False
         self._given_up: str | None = None  # why
         self._before: dict[str, int] = {}  # by device, the newest generation when the load began
@@ -54,7 +64,7 @@ class Publishers:
         """Runs the load. None: published, or called off by `end`. Cancelled, it ends all processes and waits for it."""
         state: LoadState = "failed"
         if self._joint is not None:
-            self._joint.begin(self.model.name, self.give_up)
+            self._joint.begin(self.model.name, self.give_up, self._give_way)
         try:
             error = await self._publish()
             if error is None:
@@ -70,7 +80,7 @@ class Publishers:
 
     async def _publish(self) -> WeightCacheError | None:
         began = time.monotonic()
-        self._before = {device: self._last_on(device) for device in self.spec.devices}
+        self._before = self.last_generations()
         problem: str | WeightCacheError | None = None
         try:
             meet = await self._meeting()
@@ -132,6 +142,10 @@ class Publishers:
             _log.warning("%s: no MASTER_PORT for its publisher: %s", self.model.name, _NO_TCP)
             return None  # it has nobody to meet
 
+    def last_generations(self) -> dict[str, int]:
+        """Of each device the newest generation that the model ever had there."""
+        return {device: self._last_on(device) for device in self.spec.devices}
+
     def own(self) -> set[str]:
         """The devices on which the model's newest shard is one that this load has published."""
         newer = [device for device, before in self._before.items() if self._last_on(device) > before]
@@ -163,8 +177,8 @@ class Publishers:
         return self._vault.generations(device).get(self.model.name, 0)
 
     def _is_own(self, shard: HeldShard | None) -> bool:
-        """Whether a process of this load, or of one like it, has published the shard."""
-        return shard is not None and shard.read_head().attributes.get("spec") == self.spec.digest
+        """Whether a process of this load has published the shard."""
+        return shard is not None and shard.read_head().attributes.get("spec") == self._tag
 
     def _not_published(self, rank: Rank) -> str | None:
         """Why what is on the rank's device is not what its process published; None if it is, or was until evicted."""

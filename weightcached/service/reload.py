@@ -20,7 +20,7 @@ from ..shard.key import ShardKey
 from ..shard.manifest import SourceFile
 from ..trace import point
 from .models import Model
-from .spec import LoadSpec
+from .spec import LoadSpec, spec_of
 from .vault import HeldShard, Vault
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def loads_of_start(models: Iterable[Model], vault: Vault) -> list[Model]:
     """
     loads = []
     for model in models:
-        specs = {shard.read_head().attributes.get("spec") for shard in cached_ranks(model, vault)}
+        specs = {spec_of(shard.read_head().attributes) for shard in cached_ranks(model, vault)}
         otherwise = not specs <= {None, model.spec.digest}  # None: an engine has published it
         if otherwise if model.complete else model.config.preload:
             loads.append(model)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..checkpoint.digest import json_digest
 from ..config import ModelConfig
@@ -40,3 +41,12 @@ class LoadSpec(NamedTuple):
         parts = [str(self.checkpoint), sizes, list(self.rules), self.dtype, list(self.devices)]
         parts += [list(self.publisher)] if self.publisher else []
         return json_digest([*parts, {"first": self.first}] if self.first else parts)
+
+
+def spec_of(attributes: Mapping[str, Any]) -> str | None:
+    """The digest of the spec that a shard was published for, by its head's attributes; None for one of an engine.
+
+    There it is followed by what tells the load from others of the spec (`Model.load_spec`).
+    """
+    found = attributes.get("spec")
+    return None if found is None else str(found).partition("/")[0]

@@ -50,6 +50,8 @@ def check_spec(head: ManifestHead, state: State) -> None:
     spec, meant = head.attributes.get("spec"), state.get("spec")
     if spec is not None and "spec" in state and spec != meant:
         under_way = f"the one under way is of spec {meant}" if meant else "none is under way"
+        if "belongs" in state:
+            under_way = f"the model belongs on {', '.join(state['belongs'])}"
         reason = (
             f"it publishes for a load of spec {spec}, and {under_way}; what is cached stays as it is. End this "
             f"process, and have the service load the model: weightcachectl load {head.model}"
