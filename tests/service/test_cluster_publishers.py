@@ -39,13 +39,18 @@ def make_nodes(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
     made: list[Node] = []
 
     def make(
-        command: list[str], *lines: str, address: str = "127.0.0.1", top: str = "", then: str | None = None
+        command: list[str],
+        *lines: str,
+        address: str = "127.0.0.1",
+        top: str = "",
+        then: str | None = None,
+        timeout: int = 60,
     ) -> list[Node]:
         port = free_port(address)
         # The models with a publisher have one port each, from this one on.
         while (publisher_port := free_port(address)) in (port, port - 1):
             pass
-        more = ("keep_alive = 0.3", "timeout = 60", f"publisher_port = {publisher_port}")
+        more = ("keep_alive = 0.3", f"timeout = {timeout}", f"publisher_port = {publisher_port}")
         at = f"[{address}]" if ":" in address else address
         of_model = ("tensor_parallel = 2", f"publisher = {json.dumps(command)}", *lines)
         text = top + HOST + model("cut", checkpoint, *of_model)
@@ -155,19 +160,21 @@ def test_a_failure_is_heard_of_though_the_next_load_has_begun(make_nodes: MakeNo
 
 
 def test_two_models_in_another_order_on_each_node(make_nodes: MakeNodes, tmp_path: Path) -> None:
-    """Each would wait for the other's ranks: one node loads the other's model first, and both have both."""
+    """Each waits for the other's ranks: after `timeout` the one at "next" gives that up, and has "cut" loaded."""
     commands = {name: ["python", PUBLISHING, f"meet={tmp_path / name}"] for name in ("cut", "next")}
     then = f"publisher = {json.dumps(commands['next'])}"
-    nodes = make_nodes(commands["cut"], "preload = false", top=LAZY, then=then)
+    nodes = make_nodes(commands["cut"], "preload = false", top=LAZY, then=then, timeout=8)
     for node in nodes:
         node.start().ready()
     for node, names in zip(nodes, (("cut", "next"), ("next", "cut")), strict=True):
         for name in names:
             node.service.ctl("load", name)
+    said = nodes[1].service.ctl("wait", "next", "--timeout", "40", code=1)
+    assert "waited 8 s for its ranks on node 0 (loading another model)" in said
+    nodes[1].service.ctl("load", "next")
     for node in nodes:
         for name in ("cut", "next"):
             node.service.ctl("wait", name, "--timeout", "40")
-        assert "failed" not in node.service.log
     for node in nodes:
         node.stop()
 

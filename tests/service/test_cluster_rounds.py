@@ -437,7 +437,7 @@ def test_a_publisher_that_waits_for_other_nodes_is_named(make_running: Any) -> N
         async with make_running('publisher = ["engine"]') as running:
             given_up: list[str] = []
             assert running.status()["problem"] is None and running.link.beat().load is None
-            running.cluster.joint.begin("m", given_up.append, given_up.append)
+            running.cluster.joint.begin("m", given_up.append)
             assert running.link.beat().load.state == "running"
             found = (await running.until(lambda status: status["problem"]))["problem"]
             assert found == "the publisher of m waits for its ranks on node 1 (loaded); have m loaded there too"

@@ -27,11 +27,10 @@ class Here:
         """`before`: what the other nodes were seen to do before."""
         self.told = 0
         self.why: list[str] = []
-        self.gave_way: list[str] = []
         self.joint = JointLoad(0, 10.0, self.tell)
         if before:
             self.joint.look([HERE, *before], None, 0.0)
-        self.joint.begin("m", self.why.append, self.gave_way.append)
+        self.joint.begin("m", self.why.append)
 
     def tell(self) -> None:
         self.told += 1
@@ -123,7 +122,7 @@ def test_the_other_half_of_a_former_load_is_no_matter() -> None:
     here = Here()
     assert here.sees(LOADING, LOADING) is None
     here.joint.end("failed")
-    here.joint.begin("m", here.why.append, here.gave_way.append)
+    here.joint.begin("m", here.why.append)
     for then in (LOADING, Seen("loaded", problem="m: why", load=Load(M, "1", "failed"))):
         assert here.sees(then, LOADING) is None
     assert here.sees(Seen("loading", load=Load(M, "2", "running")), LOADING) is None
@@ -189,7 +188,7 @@ def test_without_node_0_nothing_is_known_of_the_others() -> None:
     """What it has said of them is of then: they have the time of who is silent."""
     joint = JointLoad(1, 10.0, lambda: None)
     why: list[str] = []
-    joint.begin("m", why.append, why.append)
+    joint.begin("m", why.append)
     joint.look([LOADING, HERE, LOADING], None, 0.0)
     for now in (1.0, 10.9):
         joint.look([Seen("gone", load=RUNNING), HERE, LOADING], None, now)
@@ -200,20 +199,44 @@ def test_without_node_0_nothing_is_known_of_the_others() -> None:
     assert why == ["waited 10 s for its ranks on node 0 (gone)"]
 
 
-def test_of_two_models_all_nodes_load_the_same_one_first() -> None:
-    """A node that is at another one waits for the ranks here, as those here for its own. Which goes first is the same
-    on all nodes; without a word of that the load is given up after its time."""
-    for other, gives_way in (("0", True), ("zz", False)):
+def test_of_two_loads_that_wait_for_each_other_one_ends() -> None:
+    """A node that is at another model waits for the ranks here, as those here for its own: after its time one of them,
+    the same on both, is given up. The other one goes on, and has its full time when that node does nothing."""
+    for other, ends in (("0", True), ("zz", False)):
         here = Here()
         busy = Seen("loading", load=Load(other, "2", "running"))
         assert here.sees(busy, LOADING) is None
-        assert here.gave_way == ([other] if gives_way else [])
         said = "the publisher of m waits for its ranks on node 1 (loading another model); have m loaded there too"
         assert here.joint.sentence() == said
-        assert here.sees(busy, LOADING, now=10.0) == "waited 10 s for its ranks on node 1 (loading another model)"
-    here = Here()
-    assert here.sees(Seen("loading", load=Load("0", "2", "done")), LOADING) is None
-    assert here.gave_way == []
+        why = "waited 10 s for its ranks on node 1 (loading another model)"
+        assert here.sees(busy, LOADING, now=10.0) == (why if ends else None)
+        assert here.sees(WITHOUT, LOADING, now=10.0) is None
+        assert (here.sees(WITHOUT, LOADING, now=20.0) is None) == ends
+
+
+def test_a_load_that_is_over_elsewhere_stays_good() -> None:
+    """Whatever that node does then, the same model once more among it."""
+
+    async def scene() -> None:
+        for after in (Load(M, "2", "running", ("1",)), Load("n", "2", "failed", ("1",))):
+            here = Here()
+            here.sees(LOADING, LOADING)
+            here.sees(Seen("loading", load=after), LOADING)
+            here.sees(Seen("loading", load=Load("x", "9", "running", ("3", "4", "5", "6"))), LOADING)
+            assert await is_done(here, HERE, Seen("loaded", load=DONE))
+
+    asyncio.run(scene())
+
+
+def test_a_node_that_is_refused_knows_nothing_of_the_others() -> None:
+    """Nor of node 0: what it has heard is of before."""
+    joint = JointLoad(1, 10.0, lambda: None)
+    why: list[str] = []
+    joint.begin("m", why.append)
+    joint.look([LOADING, HERE, LOADING], None, 0.0)
+    joint.look([LOADING, HERE, LOADING], "node 0 refuses this one", 1.0)
+    joint.look([LOADING, HERE, LOADING], "node 0 refuses this one", 11.0)
+    assert why == ["waited 10 s for its ranks on node 0 (gone); node 0 refuses this one"]
 
 
 def test_who_does_not_take_part_is_not_waited_for_at_the_end() -> None:
@@ -238,15 +261,15 @@ def test_the_others_are_told_what_becomes_of_the_load() -> None:
         assert here.joint.load == Load(M, first.id, "done") and here.told == 2
         here.joint.end("done")
         assert here.told == 2
-        here.joint.begin("m", here.why.append, here.gave_way.append)
+        here.joint.begin("m", here.why.append)
         here.joint.stop_waiting()
         await here.joint.others_done()
         here.joint.end("failed")
         last = here.joint.load
-        assert last is not None and last.state == "failed" and last.id != first.id and here.told == 5
+        assert last is not None and last.state == "failed" and last.id != first.id and here.told == 4
         assert last.over == (first.id,)
         for number in range(2 * LOADS_KEPT):  # those that were good are named, so many of them
-            here.joint.begin("n", here.why.append, here.gave_way.append)
+            here.joint.begin("n", here.why.append)
             assert here.joint.load.over[0] == first.id or number >= LOADS_KEPT
             assert last.id not in here.joint.load.over
             here.joint.end("done")

@@ -21,7 +21,7 @@ from tests.running import process_of_role, wait_for_end
 from tests.service.conftest import HOST, HOSTS, StartService, attach, generation, held_by, model, slab_bytes
 from tests.wire.serving import Client
 from tests.worker.process import shard
-from weightcached.config import ModelConfig
+from weightcached.config import ModelConfig, load_config
 from weightcached.errors import (
     ConnectionLost,
     DeviceError,
@@ -37,6 +37,7 @@ from weightcached.errors import (
 from weightcached.loader.process import Job
 from weightcached.parallel.ranks import Parallel
 from weightcached.service import loads, workers
+from weightcached.service.loads import Loads
 from weightcached.service.models import Model
 from weightcached.service.spec import spec_of
 
@@ -540,3 +541,34 @@ def test_a_worker_that_dies_between_two_publishes(monkeypatch: pytest.MonkeyPatc
     model = run_scripted(monkeypatch, tmp_path / "job", half, half, half)
     assert (model.state, model.ranks_cached, model.generation_on("host-0")) == ("failed", 0, None)
     assert "rank 1 on host-1 was not: host-1.sock: the other side closed it" in str(model.error)
+
+
+def test_models_of_several_nodes_go_in_the_order_of_their_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nodes that were asked for them in another order would wait for each other. Any other model keeps its place."""
+    path = tmp_path / "node.toml"
+    engine = 'tensor_parallel = 2\npublisher = ["engine"]'
+    models = "".join(
+        f'[[model]]\nname = "{name}"\ncheckpoint = "/{name}"\n{more}\n'
+        for name, more in (("c", engine), ("own", "tensor_parallel = 2"), ("b", engine), ("a", engine))
+    )
+    cluster = '[cluster]\nnodes = 2\nnode_rank = 0\nmaster_addr = "h"\nmaster_port = 1\npublisher_port = 2\n'
+    path.write_text(models + cluster)
+    begun: list[str] = []
+
+    async def load(self: Loads, model: Model) -> None:
+        begun.append(model.name)
+
+    monkeypatch.setattr(Loads, "_load", load)
+
+    async def main() -> None:
+        loads = Loads(lambda model: None, lambda: 0)
+        for item in load_config(path).models:
+            loads.add(Model(item, ("host-0",)))
+        task = asyncio.create_task(loads.run())
+        await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(main())
+    assert begun == ["a", "own", "b", "c"]

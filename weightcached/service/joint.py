@@ -12,12 +12,15 @@ is over when those of all nodes that took part are done.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ..text import cut_middle, printable
 from .membership import PROBLEM_CHARS, PROBLEM_HEAD, Load, LoadState, Seen
 from .models import Model
+
+FORMER = 1024  # loads of other nodes that are remembered
 
 
 def failure(models: Iterable[Model], first: str) -> str | None:
@@ -41,26 +44,23 @@ class JointLoad:
         self._timeout = timeout
         self._changed = changed
         self._give_up: Callable[[str], None] | None = None  # while a load is under way
-        self._give_way: Callable[[str], None] | None = None  # likewise
         self._seen: dict[int, Load | None] = {}  # of each node, its last load
         self._before: dict[int, Load | None] = {}  # the same when the load here began
         self._taking_part: dict[int, Load] = {}  # of nodes whose ranks have been running since, as last heard
-        self._former: set[str] = set()  # loads of other nodes that took part in the one before
+        self._good: set[int] = set()  # nodes where this load is over, and was good
+        self._former: deque[str] = deque(maxlen=FORMER)  # loads of other nodes that took part in earlier ones here
         self._idle_since: dict[int, float] = {}
         self._unfinished: dict[int, str] = {}  # nodes that the ranks here need, and what they do in place of loading
         self._all_done = asyncio.Event()
 
-    def begin(self, model: str, give_up: Callable[[str], None], give_way: Callable[[str], None]) -> None:
-        """The ranks here are about to start. To be followed by `end`.
-
-        `give_up(why)` is called if that is in vain. `give_way(model)`, of that digest: another node is at that model,
-        and waits for the ranks here as those here wait for its own; of two nodes one is asked to load that first.
-        """
+    def begin(self, model: str, give_up: Callable[[str], None]) -> None:
+        """The ranks here are about to start. To be followed by `end`. `give_up(why)` is called if that is in vain."""
         self.model = model
-        self._give_up, self._give_way = give_up, give_way
+        self._give_up = give_up
         self._before = dict(self._seen)
-        self._former = {load.id for load in self._taking_part.values()}
+        self._former.extend(load.id for load in self._taking_part.values())
         self._taking_part.clear()
+        self._good.clear()
         self._idle_since.clear()
         self._unfinished.clear()
         self._all_done.clear()
@@ -68,8 +68,9 @@ class JointLoad:
 
     async def others_done(self) -> None:
         """Those here are done. Returns when those of the other nodes that took part are, or after `stop_waiting`."""
-        self._become("done")
-        await self._all_done.wait()
+        if not self._all_done.is_set():
+            self._become("done")
+            await self._all_done.wait()
 
     def stop_waiting(self) -> None:
         """The load is called off, or given up: `others_done` returns."""
@@ -89,20 +90,19 @@ class JointLoad:
         A node that has failed, or ends and says why, will not come again. One that says nothing may not have begun, or
         may be cut off for a moment: it has `timeout` seconds.
         """
-        if self._me and nodes[0].state == "gone":  # it alone tells of the others, and what it said is of then
-            nodes = [item if node in (0, self._me) else replace(item, state="gone", problem=None)
-                     for node, item in enumerate(nodes)]  # fmt: skip
+        if self._me and (nodes[0].state == "gone" or refusal is not None):
+            # It alone tells of the others, and what it has said is of then.
+            silent = [replace(item, state="gone", problem=None) for item in nodes]
+            silent[self._me] = nodes[self._me]
+            nodes = silent if refusal is not None else [nodes[0], *silent[1:]]
         self._seen = {node: item.load for node, item in enumerate(nodes) if item.state != "unknown"}
-        if self._give_up is None or self._give_way is None or (mine := self.load) is None:
+        if self._give_up is None or (mine := self.load) is None:
             return
-        others = [(node, item) for node, item in enumerate(nodes) if node != self._me]
-        if mine.state == "running":
-            for _, item in others:
-                if _is_at_another(mine, item) and item.load is not None and item.load.model < mine.model:
-                    self._give_way(item.load.model)
         self._unfinished = {}
         running = False
-        for node, item in others:
+        for node, item in enumerate(nodes):
+            if node == self._me or self._is_good(node, item):
+                continue
             if item.state != "unknown":
                 self._before.setdefault(node, item.load)
             theirs = self._theirs(mine, node, item)
@@ -111,19 +111,22 @@ class JointLoad:
                 return
             if theirs is not None:
                 self._taking_part[node] = theirs
-            if self._is_done(mine, node, item):
+            if self._is_done(mine, node):
                 continue
+            another = _another(mine, item)
             if theirs is not None and item.state != "gone":
                 running = True
-            elif item.state != "loading" or _is_at_another(mine, item):
-                state = "loading another model" if item.state == "loading" else item.state
+            elif item.state != "loading" or another is not None:
+                state = "loading another model" if another is not None else item.state
                 self._unfinished[node] = state
-                waited = now - self._idle_since.setdefault(node, now)
-                if waited >= self._timeout:
-                    why = f"waited {waited:.0f} s for its ranks on node {node} ({state})"
-                    self._end_in_vain("; ".join(filter(None, [why, item.problem, refusal])))
-                    return
-                continue
+                # Each of two nodes may wait for the other's ranks: the same one gives up on both.
+                if another is None or mine.model > another.model:
+                    waited = now - self._idle_since.setdefault(node, now)
+                    if waited >= self._timeout:
+                        why = f"waited {waited:.0f} s for its ranks on node {node} ({state})"
+                        self._end_in_vain("; ".join(filter(None, [why, item.problem, refusal])))
+                        return
+                    continue
             self._idle_since.pop(node, None)
         if mine.state == "done" and not running and not self._unfinished:
             self._all_done.set()
@@ -160,7 +163,7 @@ class JointLoad:
             return None
         if theirs is not None and theirs.id != took_part.id:
             return "it has begun to load it anew"
-        if item.load is not None and item.load.id != took_part.id and took_part.id not in item.load.over:
+        if item.load is not None and item.load.id != took_part.id:
             return said or "its load has failed there"  # and it is at another one already
         if mine.state == (theirs or took_part).state == "done":
             return None
@@ -168,11 +171,17 @@ class JointLoad:
             return said  # one that is silent may be cut off for a moment
         return "it has started anew" if item.load is None and item.state != "unknown" else None
 
-    def _is_done(self, mine: Load, node: int, item: Seen) -> bool:
+    def _is_done(self, mine: Load, node: int) -> bool:
         """Whether the node's ranks have ended well, or are not needed: those here are done, and they never came."""
-        if (took_part := self._taking_part.get(node)) is None:
-            return mine.state == "done"
-        return took_part.state == "done" or (item.load is not None and took_part.id in item.load.over)
+        took_part = self._taking_part.get(node)
+        return mine.state == "done" if took_part is None else took_part.state == "done"
+
+    def _is_good(self, node: int, item: Seen) -> bool:
+        """Whether the node says, or has said, that its load was good: it was over there, with all ranks done."""
+        took_part = self._taking_part.get(node)
+        if took_part is not None and item.load is not None and took_part.id in item.load.over:
+            self._good.add(node)
+        return node in self._good
 
     def _end_in_vain(self, why: str) -> None:
         give_up, self._give_up = self._give_up, None
@@ -188,7 +197,8 @@ class JointLoad:
         self._changed()
 
 
-def _is_at_another(mine: Load, item: Seen) -> bool:
-    """Whether a node loads another model together with others, which needs the ranks here."""
+def _another(mine: Load, item: Seen) -> Load | None:
+    """The load of another model that a node is at together with others, which needs the ranks here."""
     load = item.load
-    return item.state == "loading" and load is not None and load.state == "running" and load.model != mine.model
+    is_one = item.state == "loading" and load is not None and load.state == "running" and load.model != mine.model
+    return load if is_one else None

@@ -24,7 +24,6 @@ from ..text import describe_exit
 from ..wire.framing import decode
 from ..wire.stream import Stream
 from .joint import JointLoad
-from .membership import Load
 from .models import Model
 from .publishers import Publishers
 from .underway import UnderWay
@@ -113,7 +112,7 @@ class Loads:
             while not self._queue:
                 self._wake.clear()
                 await self._wake.wait()
-            model = self._queue.popleft()
+            model = self._next()
             if model.state == "queued":  # and was not published by somebody else meanwhile
                 await self._load(model)
 
@@ -121,12 +120,13 @@ class Loads:
         error: WeightCacheError | None = None
         killed = False
         own: set[str] = set()
+        half: list[tuple[str, int]] = []
         for attempt in range(1, TRIES + 1):
             model.begin()
             self._changed(model)
             self._current = loader = self._loader_of(model)
-            if isinstance(loader, Publishers):
-                self._under_way.begin(model.name, loader.last_generations())
+            if isinstance(loader, Publishers) and model.load_spec is not None:
+                self._under_way.begin(model.name, model.load_spec)
             try:
                 error = await loader.run()
             except OSError as failure:  # no descriptor or no process to be had: what is cached must outlive that
@@ -148,24 +148,31 @@ class Loads:
             # Published models were marked by the worker's word; what is left here was called off, or was published by
             # a command that has ended now.
             model.called_off()
-        self._under_way.end()
         model.load_spec = None
         if self._again is model:  # before anybody hears that it is called off
             self._again = None
             model.queue()
             self._queue.append(model)
         self._changed(model)
+        if half:  # it must not come back by a restart in this moment
+            await self._vault.settled()
+        self._under_way.end()
 
-    def _give_way(self, model: str) -> None:
-        """Has the load under way begin again behind the one of that model, by its digest, if that is queued."""
-        meetings = [item for item in self._queue if item.config.meeting is not None]
-        if self._current is not None and any(Load.model_of(item.name) == model for item in meetings):
-            self._again = self._current.model
-            self._current.call_off()
+    def _next(self) -> Model:
+        """Takes a model out of the queue. Those with ranks on several nodes go in the order of their names, in the
+        places that they have: nodes that began with different ones would wait for each other."""
+        model = self._queue.popleft()
+        together = [item for item in self._queue if item.config.meeting is not None]
+        if model.config.meeting is not None and together:
+            first = min(together, key=lambda item: item.name)
+            if first.name < model.name:
+                self._queue[self._queue.index(first)] = model
+                return first
+        return model
 
     def _loader_of(self, model: Model) -> LoaderProcess | Publishers:
         if model.spec.publisher:
-            return Publishers(model, self._vault, self._joint, self._give_way)
+            return Publishers(model, self._vault, self._joint)
         return LoaderProcess(model, self._staging(), self._changed)
 
 

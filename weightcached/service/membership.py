@@ -59,11 +59,7 @@ class Load:
     def after(cls, last: Load | None, model: str) -> Load:
         """One of that model which begins, `last` being the one before."""
         over = () if last is None else last.over if last.state != "done" else (*last.over, last.id)
-        return cls(cls.model_of(model), secrets.token_hex(4), "running", over[-LOADS_KEPT:])
-
-    @staticmethod
-    def model_of(name: str) -> str:
-        return json_digest(name)[:16]
+        return cls(json_digest(model)[:16], secrets.token_hex(4), "running", over[-LOADS_KEPT:])
 
     def become(self, state: LoadState) -> Load:
         return replace(self, state=state)

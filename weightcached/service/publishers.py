@@ -15,7 +15,6 @@ import errno
 import logging
 import socket
 import time
-from collections.abc import Callable
 
 from ..errors import WeightCacheError
 from ..meeting import listen, resolve
@@ -37,22 +36,14 @@ _log = logging.getLogger(__name__)
 class Publishers:
     """The processes that publish one model, from start to exit. In the place of `loads.LoaderProcess`."""
 
-    def __init__(
-        self,
-        model: Model,
-        vault: Vault,
-        joint: JointLoad | None = None,
-        give_way: Callable[[str], None] = lambda model: None,
-    ) -> None:
-        """`vault`: what is published, borrowed. `joint`: the load together with other nodes, if there are any, which
-        may ask to give way to another one (`JointLoad.begin`)."""
+    def __init__(self, model: Model, vault: Vault, joint: JointLoad | None = None) -> None:
+        """`vault`: what is published, borrowed. `joint`: the load together with other nodes, if there are any."""
         self.model = model
         self.spec = model.spec  # its config may change meanwhile
         self.killed = False  # one of them, by somebody else, such as the kernel when memory is short
         self._vault = vault
         self._others = self.spec.parallel.world - len(self.spec.devices)  # ranks on other nodes
         self._joint = joint if self._others else None
-        self._give_way = give_way
         self._tag = model.load_spec or self.spec.digest  # what its shards carry
         self._ranks = [Rank(model.name, self.spec, self._tag, number) for number in range(len(self.spec.devices))]
         self._called_off = False
@@ -64,7 +55,7 @@ class Publishers:
         """Runs the load. None: published, or called off by `end`. Cancelled, it ends all processes and waits for it."""
         state: LoadState = "failed"
         if self._joint is not None:
-            self._joint.begin(self.model.name, self.give_up, self._give_way)
+            self._joint.begin(self.model.name, self.give_up)
         try:
             error = await self._publish()
             if error is None:
@@ -80,7 +71,7 @@ class Publishers:
 
     async def _publish(self) -> WeightCacheError | None:
         began = time.monotonic()
-        self._before = self.last_generations()
+        self._before = {device: self._last_on(device) for device in self.spec.devices}
         problem: str | WeightCacheError | None = None
         try:
             meet = await self._meeting()
@@ -141,10 +132,6 @@ class Publishers:
                 raise self.model.load_failed(_NO_TCP) from error
             _log.warning("%s: no MASTER_PORT for its publisher: %s", self.model.name, _NO_TCP)
             return None  # it has nobody to meet
-
-    def last_generations(self) -> dict[str, int]:
-        """Of each device the newest generation that the model ever had there."""
-        return {device: self._last_on(device) for device in self.spec.devices}
 
     def own(self) -> set[str]:
         """The devices on which the model's newest shard is one that this load has published."""

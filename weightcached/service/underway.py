@@ -1,7 +1,7 @@
 """What a publisher's load has brought before it was over, so that a service started anew does not take it for good.
 
-A file in the runtime directory while such a load is under way, {"model": name, "before": {device: newest generation}}.
-The service manager hands back what was published all the same; what is newer is dropped at the next start.
+A file in the runtime directory while such a load is under way: {"model": name, "spec": what its shards carry}. The
+service manager hands back what was published all the same; the next start drops it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from .vault import Vault
@@ -23,21 +22,24 @@ class UnderWay:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
 
-    def begin(self, model: str, before: Mapping[str, int]) -> None:
-        """A load begins; `before`: of its devices, the newest generation that the model ever had there."""
+    def begin(self, model: str, spec: str) -> None:
+        """A load begins, whose shards carry that spec, and no other load's do (`Model.load_spec`)."""
         if self._path is None:
             return
         beside = self._path.with_suffix(".new")
         try:
-            beside.write_text(json.dumps({"model": model, "before": dict(before)}))
+            beside.write_text(json.dumps({"model": model, "spec": spec}))
             os.replace(beside, self._path)
         except OSError as error:  # it is for a death in the next minutes alone
             _log.warning("%s: %s; a restart in the middle of this load keeps what it has published", self._path, error)
 
     def end(self) -> None:
-        """It is over, and what it has published is good, or was withdrawn."""
+        """It is over: what it has published is good, or was withdrawn, or it was called off by who evicts it."""
         if self._path is not None:
-            self._path.unlink(missing_ok=True)
+            try:
+                self._path.unlink(missing_ok=True)
+            except OSError as error:
+                _log.error("%s: %s; remove it, or the next start drops what this load has published", self._path, error)
 
     def settle(self, vault: Vault) -> None:
         """At a start: drops what a load that was never over has left in the vault."""
@@ -45,17 +47,16 @@ class UnderWay:
             return
         try:
             found = json.loads(self._path.read_text())
-            model, before = str(found["model"]), {str(name): int(last) for name, last in found["before"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            model, spec = str(found["model"]), str(found["spec"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
             _log.error("%s is not readable (%s); what it was about counts as cached", self._path, error)
             self.end()
             return
-        for device, last in before.items():
-            for shard in vault.of_device(device):
-                if shard.model == model and shard.generation > last:
-                    _log.warning(
-                        "%s on %s, generation %d, is dropped: the service ended before its load was over",
-                        model, device, shard.generation,
-                    )  # fmt: skip
-                    vault.drop(device, model, shard.generation)
+        for shard in vault.shards():
+            if shard.model == model and shard.read_head().attributes.get("spec") == spec:
+                _log.warning(
+                    "%s on %s, generation %d, is dropped: the service ended before its load was over",
+                    model, shard.device, shard.generation,
+                )  # fmt: skip
+                vault.drop(shard.device, model, shard.generation)
         self.end()

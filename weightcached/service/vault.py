@@ -80,6 +80,10 @@ class Vault:
                 self._store.forget(shard.kept)
             shard.close()
 
+    def shards(self) -> list[HeldShard]:
+        """All that are held, on whichever device."""
+        return list(self._held.values())
+
     def of_device(self, device: str) -> list[HeldShard]:
         """The device's shards, older generations first."""
         held = [shard for shard in self._held.values() if shard.device == device]
