@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,7 @@ from tests.engines.situations import (
 )
 from tests.engines.tiny import FILE, attached, cache, from_disk, run, said, shard_of, wanted
 from tests.running import RunningService
+from weightcached.engines import policy
 from weightcached.engines.policy import find
 from weightcached.errors import (
     ConnectionFailed,
@@ -357,4 +359,15 @@ class TestStuckService:
         """The timeout holds, but for a moment in which a better reason is asked for."""
         with quick(6):
             assert find(wanted(folder), options("fallback", timeout=0.5)) is None
+        warned_once(caplog, "no model")
+
+    @pytest.mark.usefixtures("stuck")
+    def test_no_time_left(self, folder: Path, caplog: Caplog, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The service has had all of it, and the worker is not asked again in time: the reason is still the miss."""
+
+        def late(device: str, end: float) -> Any:
+            raise TimedOut(path=device, seconds=0.5, waited_for="the reply to status")
+
+        monkeypatch.setattr(policy, "worker_status", late)
+        assert find(wanted(folder), options("fallback", timeout=0.5)) is None
         warned_once(caplog, "no model")

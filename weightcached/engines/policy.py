@@ -339,7 +339,11 @@ class _Request:
             self._by_name(miss.model)
             return True
         names = [name for name in (self.options.model, self.wanted.name) if name is not None]
-        if is_reserved(worker_status(self.device, self.end), names):
+        try:
+            status = worker_status(self.device, self.end)
+        except TimedOut:  # a service that does not answer has had all the time; the miss is what is known
+            return False
+        if is_reserved(status, names):
             _log.info("%s: waiting up to %g s for who publishes %s", self.wanted.engine, self.left, self.wanted.name)
             wait_for_publisher(self.device, names, self.end)
             return True
