@@ -14,11 +14,11 @@ import pytest
 
 from tests.gpu import becomes_true
 from tests.running import ROOT, children_of, import_path, process_of_role, wait_for_end
+from tests.service.commands import PUBLISHING, publisher
 from tests.service.conftest import HOST, model
 from tests.service.nodes import Node, free_port, table
 
 GATHERING = str(ROOT / "tests" / "service" / "gathering.py")
-PUBLISHING = str(ROOT / "tests" / "service" / "publishing.py")
 LAZY = 'ready = "listening"\n'
 MakeNodes = Callable[..., list[Node]]
 
@@ -146,8 +146,7 @@ def test_a_rank_that_fails_late_takes_those_of_other_nodes_with_it(make_nodes: M
 
 def test_a_failure_is_heard_of_though_the_next_load_has_begun(make_nodes: MakeNodes, fifo: Path) -> None:
     """Node 1 has another model to load as soon as the first one has failed there: no datagram has said that before."""
-    hangs = f'publisher = ["python", "{PUBLISHING}", "hang=1"]'
-    nodes = make_nodes(holding(fifo), "preload = false", top=LAZY, then=hangs)
+    nodes = make_nodes(holding(fifo), "preload = false", top=LAZY, then=publisher("hang=1"))
     load_until_rank_1_holds(nodes)
     nodes[1].service.ctl("load", "next")
     fifo.write_text("3")
@@ -161,9 +160,9 @@ def test_a_failure_is_heard_of_though_the_next_load_has_begun(make_nodes: MakeNo
 
 def test_two_models_in_another_order_on_each_node(make_nodes: MakeNodes, tmp_path: Path) -> None:
     """Each waits for the other's ranks: after `timeout` the one at "next" gives that up, and has "cut" loaded."""
-    commands = {name: ["python", PUBLISHING, f"meet={tmp_path / name}"] for name in ("cut", "next")}
-    then = f"publisher = {json.dumps(commands['next'])}"
-    nodes = make_nodes(commands["cut"], "preload = false", top=LAZY, then=then, timeout=8)
+    first = ["python", PUBLISHING, f"meet={tmp_path / 'cut'}"]
+    then = publisher(f"meet={tmp_path / 'next'}")
+    nodes = make_nodes(first, "preload = false", top=LAZY, then=then, timeout=8)
     for node in nodes:
         node.start().ready()
     for node, names in zip(nodes, (("cut", "next"), ("next", "cut")), strict=True):

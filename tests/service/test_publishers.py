@@ -17,6 +17,7 @@ from tests.checkpoint.files import hub_cache
 from tests.gpu import becomes_true
 from tests.manager import Manager
 from tests.running import ROOT, children_of, import_path, process_of_role, wait_for_end
+from tests.service.commands import PUBLISHING, publisher
 from tests.service.conftest import HOST, HOSTS, StartService, attach, generation, held_by, model
 from tests.service.gathering import ENGINE
 from weightcached.checkpoint.remembered import recall
@@ -26,7 +27,6 @@ from weightcached.paths import socket_path
 from weightcached.wire.connection import Connection
 from weightcached.wire.messages import Subscribe
 
-SCRIPT = str(ROOT / "tests" / "service" / "publishing.py")
 LISTENING = 'ready = "listening"\n'
 
 
@@ -34,10 +34,6 @@ LISTENING = 'ready = "listening"\n'
 def _path(monkeypatch: pytest.MonkeyPatch) -> None:
     """The publisher imports this package's modules, whose service runs in another folder."""
     monkeypatch.setenv("PYTHONPATH", import_path())
-
-
-def publisher(*words: str) -> str:
-    return f"publisher = {json.dumps(['python', SCRIPT, *words])}"
 
 
 def test_a_preloaded_model_is_published_by_its_command(start_service: StartService, checkpoint: Path) -> None:
@@ -50,7 +46,7 @@ def test_a_preloaded_model_is_published_by_its_command(start_service: StartServi
     assert service.model("engine")["state"] == "cached"
     assert "engine: rank 0: out\n" in service.log
     assert "engine: rank 0: err\n" in service.log
-    assert f"engine: rank 0 to host-0 by {sys.executable} {SCRIPT} value=first" in service.log
+    assert f"engine: rank 0 to host-0 by {sys.executable} {PUBLISHING} value=first" in service.log
     service.stop()
 
 
@@ -128,7 +124,7 @@ def test_one_rank_that_fails_ends_the_others(start_service: StartService, checkp
 
 
 def is_publisher(pid: int) -> bool:
-    return SCRIPT.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return PUBLISHING.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
 def group_of(pid: int) -> list[int]:
@@ -149,7 +145,7 @@ def wait_for_child(leader: int) -> list[int]:
 def test_an_end_reaches_all_that_it_has_started(start_service: StartService, checkpoint: Path, how: str) -> None:
     """A stop, an eviction and a reload that takes the model out end the command and its children at once."""
     service = start_service(LISTENING + HOST + model("slow", checkpoint, publisher("child=", "hang=0"))).ready()
-    leader = process_of_role(service, SCRIPT)
+    leader = process_of_role(service, PUBLISHING)
     assert os.getsid(leader) == leader
     group = wait_for_child(leader)
     if how == "evict":
@@ -169,7 +165,7 @@ def test_an_end_reaches_all_that_it_has_started(start_service: StartService, che
 def test_what_a_command_leaves_behind_is_ended(start_service: StartService, checkpoint: Path) -> None:
     """A child that outlives the command would keep its memory: it is ended with a warning, the load is good."""
     service = start_service(LISTENING + HOST + model("left", checkpoint, publisher("child="))).ready()
-    leader = process_of_role(service, SCRIPT)
+    leader = process_of_role(service, PUBLISHING)
     group = wait_for_child(leader)
     service.ctl("wait", "left", "--timeout", "30")
     for pid in group:
@@ -182,7 +178,7 @@ def test_what_a_command_leaves_behind_is_ended(start_service: StartService, chec
 def test_a_killed_publisher_is_tried_again_for_who_waits(start_service: StartService, checkpoint: Path) -> None:
     """SIGKILL by somebody else: failed with that reason; the next client that waits has the command run again."""
     service = start_service(LISTENING + HOST + model("slow", checkpoint, publisher("hang=0"))).ready()
-    os.kill(process_of_role(service, SCRIPT), signal.SIGKILL)
+    os.kill(process_of_role(service, PUBLISHING), signal.SIGKILL)
     assert "SIGKILL" in service.ctl("wait", "slow", "--timeout", "30", code=1)
     service.config.write_text(LISTENING + HOST + model("slow", checkpoint, publisher()))
     service.ctl("reload")

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from tests.gpu import becomes_true
-from tests.running import ROOT, RunningService, children_of, import_path, process_of_role, wait_for_end
+from tests.running import RunningService, children_of, import_path, process_of_role, wait_for_end
+from tests.service.commands import PUBLISHING, publisher
 from tests.service.conftest import HOST, HOSTS, StartService, attach, held_by, model
 from tests.worker.process import shard
 from weightcached.config import load_config
@@ -28,13 +29,8 @@ from weightcached.service.notify import Notifier
 from weightcached.service.placement import devices_of
 from weightcached.service.workers import WorkerProcess
 
-PUBLISHING = str(ROOT / "tests" / "service" / "publishing.py")
 LISTENING = 'ready = "listening"\n'
 LAYOUT = {"layout": "test-1/0"}
-
-
-def publisher(*words: str) -> str:
-    return f"publisher = {json.dumps(['python', PUBLISHING, *words])}"
 
 
 @asynccontextmanager

@@ -125,9 +125,8 @@ async def _digest(checkpoint: str, files: Files) -> dict[str, Any]:
                 file=checkpoint, problem=f"not read within {patience:.0f} s; does its disk hang?"
             ) from None
         finally:
-            if process.returncode is None:
-                kill(process)
-                await gone(process, "digest")
+            kill(process)
+            await gone(process, "digest")
     if not data:
         code = process.returncode
         end = "hangs" if code is None else f"ended by {describe_exit(code)}"

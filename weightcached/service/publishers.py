@@ -135,8 +135,8 @@ class Publishers:
 
     def own(self) -> set[str]:
         """The devices on which the model's newest shard is one that this load has published."""
-        newer = [device for device, before in self._before.items() if self._last_on(device) > before]
-        return {device for device in newer if self._is_own(self._vault.find(device, self.model.name))}
+        newest = {device: self._vault.find(device, self.model.name) for device in self.spec.devices}
+        return {device for device, shard in newest.items() if shard is not None and self._is_own(shard)}
 
     def call_off(self) -> None:
         """Ends all processes with SIGKILL. `run` returns when nothing of them is left."""
@@ -163,9 +163,9 @@ class Publishers:
         """The newest generation that the model ever had there."""
         return self._vault.generations(device).get(self.model.name, 0)
 
-    def _is_own(self, shard: HeldShard | None) -> bool:
+    def _is_own(self, shard: HeldShard) -> bool:
         """Whether a process of this load has published the shard."""
-        return shard is not None and shard.read_head().attributes.get("spec") == self._tag
+        return shard.load_spec == self._tag
 
     def _not_published(self, rank: Rank) -> str | None:
         """Why what is on the rank's device is not what its process published; None if it is, or was until evicted."""

@@ -56,7 +56,7 @@ class Round:
             if self._ended.is_set():
                 await gone(process, "rendezvous")
         finally:
-            if process is not None and process.returncode is None:
+            if process is not None:
                 kill(process)
                 await gone(process, "rendezvous")
             channel.close("the rendezvous has ended")

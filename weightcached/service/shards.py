@@ -109,5 +109,4 @@ class Shards:
 
 def _is_late(shard: HeldShard, model: Model) -> bool:
     """Whether it is of a load that has ended without it: its worker had taken it over when its process was ended."""
-    spec = shard.read_head().attributes.get("spec")
-    return spec is not None and spec != model.load_spec
+    return shard.load_spec not in (None, model.load_spec)

@@ -53,7 +53,7 @@ class UnderWay:
             self.end()
             return
         for shard in vault.shards():
-            if shard.model == model and shard.read_head().attributes.get("spec") == spec:
+            if shard.model == model and shard.load_spec == spec:
                 _log.warning(
                     "%s on %s, generation %d, is dropped: the service ended before its load was over",
                     model, shard.device, shard.generation,

@@ -39,6 +39,12 @@ class HeldShard:
         """The head of its manifest."""
         return parse_head(read_documents(self.descriptors[0].fileno())[0])
 
+    @property
+    def load_spec(self) -> str | None:
+        """Which load it is of (`Model.load_spec`); None of an engine's."""
+        found = self.read_head().attributes.get("spec")
+        return None if found is None else str(found)
+
     def close(self) -> None:
         for item in self.descriptors:
             item.close()

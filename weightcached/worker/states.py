@@ -41,11 +41,11 @@ def may_retry(state: State) -> bool:
 
 
 def check_spec(head: ManifestHead, state: State) -> None:
-    """`LoadFailed` for a shard of a load where none is under way, or one of another config.
+    """`LoadFailed` for a shard of a load that is not under way.
 
     It may come late, after its load has failed or was called off, from a process that was ended just then; or from one
-    that has outlived its service, for a config that meant something else. It would be taken for a rank of the load that
-    has replaced its own, or stay where nobody expects it. An engine publishes without a spec.
+    that has outlived its service. It would be taken for a rank of the load that has replaced its own, or stay where
+    nobody expects it. An engine publishes without a spec.
     """
     spec, meant = head.attributes.get("spec"), state.get("spec")
     if spec is not None and "spec" in state and spec != meant:
