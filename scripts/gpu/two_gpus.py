@@ -329,6 +329,7 @@ class Run:
 
     def _row(self, what: str, result: str, ok: str) -> None:
         self.rows.append([self._step, what, result, ok])
+        print(f"    {what}: {result}", file=sys.stderr)  # the table comes after minutes
 
     def _note(self, what: str, result: str) -> None:
         self._row(what, result, "-")

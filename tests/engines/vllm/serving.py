@@ -13,6 +13,7 @@ import socket
 import subprocess
 import threading
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -103,8 +104,11 @@ class Served:
             {"Content-Type": "application/json"},
         )
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=120) as answer:
-            tokens = json.load(answer)["choices"][0]["token_ids"]
+        try:
+            with opener.open(request, timeout=120) as answer:
+                tokens = json.load(answer)["choices"][0]["token_ids"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{error}\n{self.log[-12000:]}") from error
         return [int(token) for token in tokens]
 
     def processes(self) -> list[int]:

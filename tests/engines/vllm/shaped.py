@@ -24,6 +24,7 @@ from tests.engines.vllm.configs import Config, Groups, LoadConfig, ModelConfig, 
 
 __all__ = ["Config", "Groups", "LoadConfig", "ModelConfig", "vllm_config"]
 VERSION = "0.33.0"
+LAYERS = "vllm.model_executor.layers"
 HIDDEN, VOCAB, HEADS, RANK = 32, 48, 2, 8
 
 
@@ -74,6 +75,15 @@ class Router:
     def __init__(self, bias: torch.Tensor, table: torch.Tensor) -> None:
         self.bias = bias
         self.tables = (table,)
+
+
+class ExpertMapManager:
+    """Which experts are of this rank; its constructor tells of them, and so reads what it has made."""
+
+    def __init__(self, experts: int) -> None:
+        self.expert_map = torch.full((experts,), -1, dtype=torch.int32)
+        self.expert_map[: experts // 2] = torch.arange(experts // 2, dtype=torch.int32)
+        self.told = torch.where(self.expert_map != -1)[0].tolist()
 
 
 class Linear(torch.nn.Module):
@@ -141,6 +151,9 @@ class TinyForCausalLM(torch.nn.Module):
             "expert_table", torch.arange(4) * (3 if not self.gate_bias.is_meta else 1), persistent=False
         )
         self.router = Router(self.gate_bias, self.expert_table)
+        manager = sys.modules[f"{LAYERS}.fused_moe.expert_map_manager"]
+        self.experts = manager.ExpertMapManager(4)  # type: ignore[attr-defined]
+        self.register_buffer("_expert_map", self.experts.expert_map, persistent=False)
         self.has_own_lm_head = False
         extra(self)
 
@@ -298,8 +311,8 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = VERSION) -> dict[str
     loader = "vllm.model_executor.model_loader"
     names = [
         "vllm", "vllm.version", "vllm.envs", "vllm.config", "vllm.distributed", "vllm.utils", "vllm.utils.torch_utils",
-        "vllm.model_executor", "vllm.model_executor.utils", "vllm.model_executor.layers",
-        "vllm.model_executor.layers.quantization", "vllm.model_executor.layers.quantization.base_config",
+        "vllm.model_executor", "vllm.model_executor.utils", LAYERS, f"{LAYERS}.fused_moe",
+        f"{LAYERS}.fused_moe.expert_map_manager", f"{LAYERS}.quantization", f"{LAYERS}.quantization.base_config",
         "vllm.model_executor.models", "vllm.model_executor.models.interfaces", loader, f"{loader}.base_loader",
         f"{loader}.default_loader", f"{loader}.utils", f"{loader}.reload", f"{loader}.reload.layerwise",
         f"{loader}.reload.inplace", "vllm.v1", "vllm.v1.worker", "vllm.v1.worker.utils",
@@ -322,7 +335,8 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = VERSION) -> dict[str
     groups.get_pp_group, groups.get_dp_group = lambda: Groups.pipeline, lambda: Groups.data
     made["vllm.utils.torch_utils"].set_default_torch_dtype = _default_dtype
     _utils(made["vllm.model_executor.utils"])
-    made["vllm.model_executor.layers.quantization.base_config"].QuantizeMethodBase = QuantizeMethodBase
+    made[f"{LAYERS}.fused_moe.expert_map_manager"].ExpertMapManager = ExpertMapManager
+    made[f"{LAYERS}.quantization.base_config"].QuantizeMethodBase = QuantizeMethodBase
     flags = {"has_own_lm_head": bool, "has_own_embed_tokens": bool}
     made["vllm.model_executor.models.interfaces"].SupportsEagleBase = type("E", (), {"__annotations__": flags})
     made[f"{loader}.base_loader"].BaseModelLoader = BaseModelLoader
@@ -379,5 +393,5 @@ def _memory(module: Any) -> None:
     module.request_memory = request_memory
 
 
-for _class in (Router, Linear, Norm, Attention, TinyForCausalLM):
+for _class in (Router, ExpertMapManager, Linear, Norm, Attention, TinyForCausalLM):
     _class.__module__ = "vllm.models.tiny"  # where the loader looks into plain objects

@@ -53,6 +53,18 @@ def test_stale_router_bias(vllm: Vllm, worker: RunningWorker, folder: Path) -> N
     assert model.expert_table.tolist() == [0, 3, 6, 9]
 
 
+def test_maps_of_experts(vllm: Vllm, worker: RunningWorker, folder: Path) -> None:
+    """Which experts a rank has is computed while the model is constructed, and read there; one tensor holds it."""
+    vllm.start(folder)
+    made = shaped.ExpertMapManager.__init__
+    model = vllm.start(folder)
+    assert shaped.DefaultModelLoader.loads == 1
+    assert model.experts.told == [0, 1]
+    assert model._expert_map.tolist() == [0, 1, -1, -1]
+    assert model.experts.expert_map is model._expert_map
+    assert shaped.ExpertMapManager.__init__ is made
+
+
 def test_nothing_is_left_on_meta(vllm: Vllm, worker: RunningWorker, folder: Path) -> None:
     """Plain attributes and objects included; an empty placeholder is on the device."""
     vllm.start(folder)

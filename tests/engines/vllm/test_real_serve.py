@@ -24,6 +24,13 @@ from weightcached.devices import gpu_devices
 PYTHON = os.environ.get("WEIGHTCACHED_VLLM_PYTHON", "")
 PROMPT = [100, 200, 300, 400]
 Start = Callable[..., Served]  # arguments of vLLM, options of the loader
+RANKS = {  # checkpoint, and how vLLM is to divide it
+    "tensor": ("qwen3", ("--tensor-parallel-size", "2")),
+    "pipeline": ("qwen3", ("--pipeline-parallel-size", "2")),
+    "expert": ("qwen3-moe", ("--tensor-parallel-size", "2", "--enable-expert-parallel")),
+    "data": ("qwen3-moe", ("--data-parallel-size", "2", "--enable-expert-parallel")),
+}
+TWO = 'devices = "all"\n' if gpu_devices() else 'devices = ["host-0", "host-1"]\n'
 TWO_DEVICES = pytest.mark.skipif(len(gpu_devices()) == 1, reason="each rank needs a GPU, and there is one")
 
 pytestmark = [
@@ -33,12 +40,17 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dense checkpoint."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a dense checkpoint and one with experts."""
     root = tmp_path_factory.mktemp("checkpoints")
-    command = [PYTHON, "-m", "tests.engines.vllm.checkpoints", str(root), "qwen3"]
+    command = [PYTHON, "-m", "tests.engines.vllm.checkpoints", str(root), "qwen3", "qwen3-moe"]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)
-    return root / "qwen3"
+    return root
+
+
+@pytest.fixture
+def model(models: Path) -> Path:
+    return models / "qwen3"
 
 
 @contextlib.contextmanager
@@ -53,11 +65,11 @@ def running(runtime_dir: Path, config: str) -> Iterator[Manager]:
 
 
 @pytest.fixture
-def serve(model: Path, tmp_path: Path) -> Iterator[Start]:
+def serve(models: Path, tmp_path: Path) -> Iterator[Start]:
     started: list[Served] = []
 
-    def start(*arguments: str, **options: object) -> Served:
-        started.append(Served(PYTHON, model, tmp_path, *arguments, **options))
+    def start(*arguments: str, of: str = "qwen3", **options: object) -> Served:
+        started.append(Served(PYTHON, models / of, tmp_path, *arguments, **options))
         return started[-1].ready()
 
     yield start
@@ -91,17 +103,25 @@ def test_killed_engines_and_a_killed_service(serve: Start, runtime_dir: Path) ->
 
 
 @TWO_DEVICES
-def test_tensor_parallel_ranks(serve: Start, runtime_dir: Path) -> None:
-    """Two ranks publish side by side, and both find their own."""
-    with running(runtime_dir, 'devices = "all"\n' if gpu_devices() else 'devices = ["host-0", "host-1"]\n'):
-        first = serve("--tensor-parallel-size", "2")
+@pytest.mark.parametrize("kind", RANKS)
+def test_two_ranks(serve: Start, runtime_dir: Path, kind: str) -> None:
+    """Two ranks publish side by side, and both find their own: the tokens are those of a load from disk."""
+    of, arguments = RANKS[kind]
+    computes = kind == "tensor" or gpu_devices()  # on a CPU vLLM 0.32 loads the others and fails at the first request
+
+    def tokens_of(engine: Served) -> list[int]:
+        tokens = engine.complete(PROMPT) if computes else []
+        engine.kill()
+        return tokens
+
+    with running(runtime_dir, TWO):
+        disk = tokens_of(serve("--load-format", "auto", *arguments, of=of))
+        first = serve(*arguments, of=of)
         assert first.log.count("is loaded from disk") == 2
-        tokens = first.complete(PROMPT)
-        first.kill()
-        second = serve("--tensor-parallel-size", "2", on_miss="fail")
+        assert tokens_of(first) == disk
+        second = serve(*arguments, of=of, on_miss="fail")
         assert second.log.count("generation 1") == 2
-        assert second.complete(PROMPT) == tokens
-        second.kill()
+        assert tokens_of(second) == disk
 
 
 def test_a_service_preloads_by_the_command(

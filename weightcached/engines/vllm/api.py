@@ -85,6 +85,7 @@ USED: list[dict[str, Any]] = [
     _used(f"{_QUANT}.base_config", "QuantizeMethodBase.supports_pre_processed_weights", "which methods can"),
     _used(f"{_QUANT}.mxfp4", "Mxfp4MoEMethod", "its kernel decides, not its flag"),
     _used(f"{_QUANT}.modelopt", "ModelOptNvFp4FusedMoE", "its kernel decides, not its flag"),
+    _used(f"{_MOE}.expert_map_manager", "ExpertMapManager", "made on the device, not without memory"),
     _used(f"{_MOE}.modular_kernel", "FusedMoEExperts.process_weights_after_loading", "which experts have one"),
     _used("config.compilation", "CompilationConfig.static_forward_context", "layers enter themselves"),
     _used("config.compilation", "CompilationConfig.static_all_moe_layers", "layers enter themselves"),

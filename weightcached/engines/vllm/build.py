@@ -45,7 +45,7 @@ def _build(weights: Weights, vllm_config: Any, model_config: Any, prefix: str) -
 
     device = torch.device(vllm_config.device_config.device)
     with set_default_torch_dtype(model_config.dtype):
-        with torch.device("meta"):
+        with torch.device("meta"), experts_mapped_on(device):
             model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         if (problem := gate.method_problem(model)) is not None:
             raise problem
@@ -85,6 +85,28 @@ def registries_kept(vllm_config: Any) -> Iterator[None]:
             registry.clear()
             registry.update(entries) if isinstance(registry, dict) else registry.extend(entries)
         raise
+
+
+@contextmanager
+def experts_mapped_on(device: torch.device) -> Iterator[None]:
+    """Inside, what says which experts are this rank's is made on the device, as in a load from disk.
+
+    It is computed, not loaded, and its constructor reads the values: up to 0.32 it fails without memory, and 0.33 makes
+    it on the CPU.
+    """
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+
+    original = ExpertMapManager.__init__
+
+    def made_on_device(manager: Any, *args: Any, **kwargs: Any) -> None:
+        with device:
+            original(manager, *args, **kwargs)
+
+    ExpertMapManager.__init__ = made_on_device
+    try:
+        yield
+    finally:
+        ExpertMapManager.__init__ = original
 
 
 @contextmanager
