@@ -8,6 +8,7 @@ As test_real_vllm.py, which see; these take a minute for each start.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -124,26 +125,30 @@ def test_two_ranks(serve: Start, runtime_dir: Path, kind: str) -> None:
         assert tokens_of(second) == disk
 
 
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=TWO_DEVICES)])
 def test_a_service_preloads_by_the_command(
-    serve: Start, model: Path, runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Start, model: Path, runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    """`publisher = [...]`: the service is ready when the weights are cached; the first engine is a hit."""
+    """`publisher = [...]`: the service is ready when the weights are cached; the first engine is a hit, each rank."""
     path = import_path() if gpu_devices() else f"{plugin_folder(tmp_path)}:{import_path()}"
-    device = gpu_devices()[0].name if gpu_devices() else "host-0"
-    config = f"""devices = ["{device}"]
+    devices = [device.name for device in gpu_devices()[:size]] or ["host-0", "host-1"][:size]
+    ranks = ["--tensor-parallel-size", str(size)]
+    command = ["env", f"PYTHONPATH={path}", PYTHON, "-m", "weightcached.engines.vllm", "preload", str(model)]
+    command += [*real.ENGINE, *ranks]
+    config = f"""devices = {json.dumps(devices)}
 [[model]]
 name = "served"
 checkpoint = "{model}"
-publisher = ["env", "PYTHONPATH={path}", "{PYTHON}", "-m", "weightcached.engines.vllm", "preload", "{model}",
-             "--enforce-eager", "--max-model-len", "256"]
+tensor_parallel = {size}
+publisher = {json.dumps(command)}
 """
     for name, value in real.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     with running(runtime_dir, config):
-        engine = serve(on_miss="fail")
-        assert "served generation 1" in engine.log
+        engine = serve(*ranks, on_miss="fail")
+        assert engine.log.count("served generation 1") == size
         tokens = engine.complete(PROMPT)
         engine.kill()
-        disk = serve("--load-format", "auto")
+        disk = serve("--load-format", "auto", *ranks)
         assert disk.complete(PROMPT) == tokens
         disk.kill()

@@ -124,10 +124,13 @@ def preload(vllm_config: Any, place: Place) -> int:
         raise WrongDevice(wanted=expected, found=found)
     parallel.rank = place.rank
     parallel.disable_custom_all_reduce = True  # nothing is reduced here, and its buffers take time and memory
+    rendezvous = place.rendezvous or get_distributed_init_method("127.0.0.1", get_open_port())
+    if device.type == "cpu":  # whose ranks share memory by this name, as vLLM's worker for a CPU sets it
+        os.environ["VLLM_DIST_IDENT"] = rendezvous.rpartition(":")[2]
     init_distributed_environment(
         world_size=place.world,
         rank=place.rank,
-        distributed_init_method=place.rendezvous or get_distributed_init_method("127.0.0.1", get_open_port()),
+        distributed_init_method=rendezvous,
         local_rank=local_rank,
         backend=current_platform.dist_backend,
     )
