@@ -35,7 +35,7 @@ from weightcached.wire.connection import Connection
 from weightcached.wire.messages import Attach
 
 STEPS = ("load", "tensor_parallel", "visibility", "data_parallel", "isolation", "nodes")
-SAME = 0.03  # relative difference of logits in bfloat16; other weights give 1 and more
+SAME = 0.1  # relative difference of logits: 0.03 is seen in bfloat16, other weights give 1 and more
 
 
 def main() -> int:

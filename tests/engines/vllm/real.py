@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import importlib
 import json
 import os
@@ -28,6 +29,7 @@ from typing import Any
 
 PROMPTS = ([1, 2, 3, 4, 5, 6, 7, 8], [100, 200, 300, 400], list(range(50, 90)))
 TOKENS = 16
+START_SECONDS = 300.0  # a start that `serve` makes shows what it does and ends after this time
 ENGINE = ("--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "256", "--max-num-seqs", "4")
 # On a GPU, unless --gpu-memory-utilization is given: no more of it than is needed, and no profile of what others take
 # of it meanwhile, so that several engines run on one.
@@ -115,6 +117,7 @@ def serve() -> int:
             for descriptor, file in ((1, order["output"]), (2, order["error"])):
                 os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
             os.environ.update(order["environment"])
+            faulthandler.dump_traceback_later(START_SECONDS, exit=True)
             return main(order["arguments"])
         sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
         sys.stdout.flush()

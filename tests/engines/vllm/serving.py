@@ -22,6 +22,7 @@ from tests.engines.vllm import real
 from tests.running import import_path, wait_for_end
 from weightcached.devices import gpu_devices
 
+SHOWN = 60_000  # characters of a log in a failure: vLLM's first cause is far above its last line
 READY = "Application startup complete"
 
 
@@ -80,11 +81,11 @@ class Served:
         end = time.monotonic() + seconds
         with self._changed:
             while READY not in self.log:
-                assert self._reader.is_alive(), self.log[-12000:]
-                assert self._changed.wait(end - time.monotonic()), self.log[-12000:]
+                assert self._reader.is_alive(), self.log[-SHOWN:]
+                assert self._changed.wait(end - time.monotonic()), self.log[-SHOWN:]
             while not self._listens():  # it does a moment after that line, and says nothing then
-                assert self.process.poll() is None, self.log[-12000:]
-                assert time.monotonic() < end, self.log[-12000:]
+                assert self.process.poll() is None, self.log[-SHOWN:]
+                assert time.monotonic() < end, self.log[-SHOWN:]
                 self._changed.wait(0.05)
         return self
 
@@ -108,7 +109,7 @@ class Served:
             with opener.open(request, timeout=120) as answer:
                 tokens = json.load(answer)["choices"][0]["token_ids"]
         except urllib.error.HTTPError as error:
-            raise AssertionError(f"{error}\n{self.log[-12000:]}") from error
+            raise AssertionError(f"{error}\n{self.log[-SHOWN:]}") from error
         return [int(token) for token in tokens]
 
     def processes(self) -> list[int]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import logging
+import sys
+from types import ModuleType
 
 import pytest
 
@@ -37,6 +41,43 @@ def test_wrong_places(monkeypatch: pytest.MonkeyPatch, environment: dict[str, st
         monkeypatch.setenv(name, value)
     with pytest.raises(EngineError, match=problem):
         preload.Place.from_environment()
+
+
+@pytest.mark.parametrize(
+    ("world", "given", "backend"), [(1, [], None), (2, [], "mp"), (2, ["--distributed-executor-backend", "ray"], "ray")]
+)
+def test_ranks_that_see_one_gpu_each(
+    monkeypatch: pytest.MonkeyPatch, world: int, given: list[str], backend: str | None
+) -> None:
+    """vLLM chooses how to start ranks by the GPUs that it sees, and refuses more ranks; what is chosen it takes."""
+    made = shaped.install(monkeypatch)
+    for name in ("vllm.engine", "vllm.engine.arg_utils", "vllm.plugins", "vllm.utils.argparse_utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        made[name] = sys.modules[name]
+    made["vllm.plugins"].load_general_plugins = lambda: None
+    made["vllm.utils.argparse_utils"].FlexibleArgumentParser = argparse.ArgumentParser
+    made["vllm.engine.arg_utils"].EngineArgs = EngineArgs
+    config = preload.engine_config(["model", *given], preload.Place("qwen", 0, world))
+    assert (config.model, config.load_format) == ("model", "weightcached")
+    assert json.loads(config.model_loader_extra_config) == {"publish": True, "model": "qwen"}
+    assert config.distributed_executor_backend == backend
+
+
+class EngineArgs(argparse.Namespace):
+    """vLLM's arguments, as many as are given; its config is these."""
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        for name in ("model", "load-format", "model-loader-extra-config", "distributed-executor-backend"):
+            parser.add_argument(f"--{name}")
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        return cls(**vars(args))
+
+    def create_engine_config(self) -> EngineArgs:
+        return self
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:

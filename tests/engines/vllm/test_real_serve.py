@@ -29,7 +29,8 @@ RANKS = {  # checkpoint, and how vLLM is to divide it
     "tensor": ("qwen3", ("--tensor-parallel-size", "2")),
     "pipeline": ("qwen3", ("--pipeline-parallel-size", "2")),
     "expert": ("qwen3-moe", ("--tensor-parallel-size", "2", "--enable-expert-parallel")),
-    "data": ("qwen3-moe", ("--data-parallel-size", "2", "--enable-expert-parallel")),
+    "data": ("qwen3", ("--data-parallel-size", "2")),
+    "data and expert": ("qwen3-moe", ("--data-parallel-size", "2", "--enable-expert-parallel")),
 }
 TWO = 'devices = "all"\n' if gpu_devices() else 'devices = ["host-0", "host-1"]\n'
 TWO_DEVICES = pytest.mark.skipif(len(gpu_devices()) == 1, reason="each rank needs a GPU, and there is one")

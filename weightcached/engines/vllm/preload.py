@@ -84,6 +84,8 @@ def engine_config(arguments: list[str], place: Place) -> Any:
     options = {"publish": True, **({"model": place.name} if place.name else {})}
     # The last of two counts: whatever the engine's own arguments say of the loader is for the engine.
     loading = ["--load-format", LOAD_FORMAT, "--model-loader-extra-config", json.dumps(options)]
+    if place.world > 1:  # vLLM's choice for one node, for which it wants to see the GPUs of all ranks
+        arguments = ["--distributed-executor-backend", "mp", *arguments]
     args = parser.parse_args([*arguments, *loading])
     return EngineArgs.from_cli_args(args).create_engine_config()
 
