@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
-from types import ModuleType
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from tests.engines.vllm import shaped
 from weightcached.engines.vllm import preload
@@ -50,10 +54,7 @@ def test_ranks_that_see_one_gpu_each(
     monkeypatch: pytest.MonkeyPatch, world: int, given: list[str], backend: str | None
 ) -> None:
     """vLLM chooses how to start ranks by the GPUs that it sees, and refuses more ranks; what is chosen it takes."""
-    made = shaped.install(monkeypatch)
-    for name in ("vllm.engine", "vllm.engine.arg_utils", "vllm.plugins", "vllm.utils.argparse_utils"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        made[name] = sys.modules[name]
+    made = modules(monkeypatch, "vllm.engine", "vllm.engine.arg_utils", "vllm.plugins", "vllm.utils.argparse_utils")
     made["vllm.plugins"].load_general_plugins = lambda: None
     made["vllm.utils.argparse_utils"].FlexibleArgumentParser = argparse.ArgumentParser
     made["vllm.engine.arg_utils"].EngineArgs = EngineArgs
@@ -61,6 +62,54 @@ def test_ranks_that_see_one_gpu_each(
     assert (config.model, config.load_format) == ("model", "weightcached")
     assert json.loads(config.model_loader_extra_config) == {"publish": True, "model": "qwen"}
     assert config.distributed_executor_backend == backend
+
+
+def test_a_rank_makes_no_buffers_to_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own ways to reduce over GPUs are off before its groups are made: each looks for the GPUs of all ranks."""
+    for name in (*preload._REDUCING, "VLLM_DIST_IDENT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.delenv("WEIGHTCACHED_DEVICE", raising=False)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    made = modules(monkeypatch, "vllm.platforms", "vllm.utils.network_utils", "vllm.v1.worker.workspace")
+    made["vllm.platforms"].current_platform = SimpleNamespace(device_type="cpu", dist_backend="gloo")
+    made["vllm.utils.network_utils"].get_distributed_init_method = made["vllm.utils.network_utils"].get_open_port = None
+    made["vllm.v1.worker.workspace"].init_workspace_manager = lambda device: None
+    made["vllm.config"].set_current_vllm_config = lambda config: nullcontext()
+    calls: list[tuple[object, ...]] = []
+
+    def group(*sizes: int, **arguments: object) -> None:
+        calls.append(("group", *sizes, *(os.environ[name] for name in preload._REDUCING)))
+
+    groups = made["vllm.distributed"]
+    groups.set_custom_all_reduce = lambda enable: calls.append(("custom", enable))
+    groups.init_distributed_environment = lambda **arguments: calls.append(("init", arguments["local_rank"]))
+    groups.ensure_model_parallel_initialized = group
+    groups.destroy_model_parallel = groups.destroy_distributed_environment = lambda: None
+    weights = SimpleNamespace(manifest=SimpleNamespace(model="qwen"), generation=1, nbytes=1)
+    model = SimpleNamespace(**{preload.ATTRIBUTE: weights})
+    monkeypatch.setattr(preload, "load_to_publish", lambda *arguments: model)
+    parallel = SimpleNamespace(
+        tensor_parallel_size=2,
+        pipeline_parallel_size=1,
+        data_parallel_size=1,
+        prefill_context_parallel_size=1,
+        decode_context_parallel_size=1,
+        worker_cls="json.Worker",
+    )
+    loading = SimpleNamespace(model_loader_extra_config={})
+    config = SimpleNamespace(parallel_config=parallel, load_config=loading, model_config=None)
+    assert preload.preload(config, preload.Place("qwen", 1, 2, "tcp://127.0.0.1:29650")) == 0
+    assert calls == [("custom", False), ("init", 0), ("group", 2, 1, 1, 1, "0", "0", "0")]
+    assert os.environ["VLLM_DIST_IDENT"] == "29650"
+
+
+def modules(monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, Any]:
+    """Those of `shaped`, and empty ones of these names."""
+    made = shaped.install(monkeypatch)
+    for name in names:
+        made[name] = ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, made[name])
+    return made
 
 
 class EngineArgs(argparse.Namespace):

@@ -135,6 +135,7 @@ USED: list[dict[str, Any]] = [
         *("world_size", "rank", "distributed_init_method", "local_rank", "backend"),
     ),
     _used("distributed", "ensure_model_parallel_initialized", "groups of this rank"),
+    _used("distributed", "set_custom_all_reduce", "a publisher sees one GPU", "enable"),
     _used("distributed", "destroy_model_parallel", "before the process ends"),
     _used("distributed", "destroy_distributed_environment", "before the process ends"),
     _used("platforms.interface", "Platform.dist_backend", "NCCL or gloo"),

@@ -25,6 +25,9 @@ from .reload import ATTRIBUTE
 from .versions import require_supported, vllm_version
 
 _log = logging.getLogger(__name__)
+# vLLM's own ways to reduce over GPUs, beside `set_custom_all_reduce`: each makes buffers, and wants to see the GPUs of
+# all ranks, while a publisher's process sees one. Nothing is reduced here, and none of these shapes weights.
+_REDUCING = tuple(f"VLLM_ALLREDUCE_USE_{name}" for name in ("SYMM_MEM", "FLASHINFER", "FLASHINFER_PCIE_IPC"))
 USAGE = "usage: python -m weightcached.engines.vllm preload MODEL [arguments of vLLM]"
 
 
@@ -99,6 +102,7 @@ def preload(vllm_config: Any, place: Place) -> int:
         destroy_model_parallel,
         ensure_model_parallel_initialized,
         init_distributed_environment,
+        set_custom_all_reduce,
     )
     from vllm.platforms import current_platform
     from vllm.utils.network_utils import get_distributed_init_method, get_open_port
@@ -125,7 +129,8 @@ def preload(vllm_config: Any, place: Place) -> int:
     if expected and expected != found:
         raise WrongDevice(wanted=expected, found=found)
     parallel.rank = place.rank
-    parallel.disable_custom_all_reduce = True  # nothing is reduced here, and its buffers take time and memory
+    set_custom_all_reduce(False)
+    os.environ.update(dict.fromkeys(_REDUCING, "0"))
     rendezvous = place.rendezvous or get_distributed_init_method("127.0.0.1", get_open_port())
     if device.type == "cpu":  # whose ranks share memory by this name, as vLLM's worker for a CPU sets it
         os.environ["VLLM_DIST_IDENT"] = rendezvous.rpartition(":")[2]
