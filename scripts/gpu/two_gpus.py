@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,13 +42,15 @@ SAME = 0.1  # relative difference of logits: 0.03 is seen in bfloat16, other wei
 
 
 def main() -> int:
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: services and files are not left behind
+        signal.signal(number, signal.default_int_handler)
     args = _arguments()
     host = args.device == "host"
     devices = ["host-0", "host-1"] if host else [device.name for device in gpu_devices()[:2]]
     if len(devices) < 2:
         print(f"two_gpus: two GPUs are needed, {len(devices)} found; --device host is a dry run", file=sys.stderr)
         return 2
-    nbytes = int(args.gb * 1e9) if args.gb else (3_000_000 if host else 30_000_000_000)
+    nbytes = int(args.gb * 1e9) if args.gb is not None else (3_000_000 if host else 30_000_000_000)
     with (
         tempfile.TemporaryDirectory(prefix="wc2-", dir=args.folder) as checkpoints,
         tempfile.TemporaryDirectory(prefix="wc2-", dir="/tmp") as sockets,
@@ -66,12 +71,28 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="two_gpus.sh", description="Checks and measures weightcached on two GPUs.")
     parser.add_argument("--device", choices=("cuda", "host"), default="cuda", help="host: a dry run without a GPU")
-    parser.add_argument("--gb", type=float, help="size of the model in GB (default: 30, 0.003 on host devices)")
+    parser.add_argument("--gb", type=_positive, help="size of the model in GB (default: 30, 0.003 on host devices)")
     parser.add_argument("--kills", type=int, default=50, help="how often a worker is killed (default: 50)")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS, help="only these (default: all)")
-    parser.add_argument("--folder", help="where the checkpoint is written (default: $TMPDIR)")
+    parser.add_argument("--folder", type=Path, help="where the checkpoint is written (default: $TMPDIR)")
     parser.add_argument("--json", type=Path, help="write the results to this file")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.kills < 1:
+        parser.error("--kills must be 1 or more")
+    if args.folder is not None:
+        args.folder = args.folder.resolve()
+        if not args.folder.is_dir():
+            parser.error(f"--folder {args.folder} is no folder")
+    if args.json is not None and (args.json.is_dir() or not args.json.resolve().parent.is_dir()):
+        parser.error(f"--json {args.json} cannot be written there")
+    return args
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no size")
+    return number
 
 
 class Run:
@@ -112,7 +133,7 @@ class Run:
                 if name in self.steps:
                     self._do(getattr(self, name), service)
         except StepFailed as error:
-            self._row("service", str(error), "NO")
+            self._failed(error)
         finally:
             service.stop()
         if "nodes" in self.steps:
@@ -140,7 +161,9 @@ class Run:
             ranks.close()  # SIGKILL
             ranks = self._ranks(service)
             self._equal("killed and started again", ranks.forward())
-            os.kill(service.worker(self.devices[1]), signal.SIGKILL)
+            worker = service.worker(self.devices[1])
+            require(worker > 0, "a worker that nobody has killed is gone")
+            os.kill(worker, signal.SIGKILL)
             self._equal("while a worker is killed", ranks.forward())
             service.ctl("load", "other")
             os.kill(service.role("loader"), signal.SIGKILL)
@@ -224,8 +247,9 @@ class Run:
         except StepFailed as error:
             raise StepFailed(f"{error}\n{services[0].last_words()}\n{services[1].last_words()}") from error
         finally:
-            for service in services:
-                service.stop()
+            with ExitStack() as stack:  # all of them, whatever becomes of one
+                for service in services:
+                    stack.callback(service.stop)
 
     # Internals.
 
@@ -322,10 +346,16 @@ class Run:
         print(f"two_gpus: {self._step}", file=sys.stderr)
         try:
             step(*arguments)
-        except (StepFailed, WeightCacheError, OSError) as error:
-            first, _, rest = str(error).partition("\n")
-            self._row("failed", first, "NO")
-            print(rest, file=sys.stderr)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is a row, and the other steps go on
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        if not isinstance(error, StepFailed | WeightCacheError | OSError):
+            traceback.print_exception(error)
+            error = StepFailed(f"{type(error).__name__}: {error}")
+        first, _, rest = str(error).partition("\n")
+        self._row("failed", first, "NO")
+        print(rest, file=sys.stderr)
 
     def _row(self, what: str, result: str, ok: str) -> None:
         self.rows.append([self._step, what, result, ok])

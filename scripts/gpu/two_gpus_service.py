@@ -48,7 +48,10 @@ class Service:
 
     @property
     def environ(self) -> dict[str, str]:
-        return {**os.environ, "WEIGHTCACHED_RUNTIME_DIR": str(self.runtime)}
+        """Of its processes and clients: nothing of another service that runs, nor of a launcher's ranks."""
+        others = ("WEIGHTCACHED_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+        return {**kept, "WEIGHTCACHED_RUNTIME_DIR": str(self.runtime)}
 
     def start(self) -> None:
         """Starts it; see `ready`."""
@@ -98,8 +101,8 @@ class Service:
         return self.model(name)
 
     def worker(self, device: str) -> int:
-        """The pid of a device's worker."""
-        return next(int(item["pid"]) for item in self.status()["devices"] if item["device"] == device)
+        """The pid of a device's worker; 0 while there is none."""
+        return next(int(item["pid"] or 0) for item in self.status()["devices"] if item["device"] == device)
 
     def role(self, role: str) -> int:
         """The pid of its child with that role, as soon as there is one."""
@@ -129,7 +132,11 @@ class Service:
 
     def _close(self) -> None:
         assert self._process is not None
-        self._process.wait(60)
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired as error:
+            self._process.kill()
+            raise StepFailed(f"service {self.name} did not end within 60 s and was killed") from error
         self._notify.shutdown(socket.SHUT_RDWR)
         self._notify.close()
 
@@ -210,12 +217,18 @@ class Ranks:
                 require(time.monotonic() < end, f"the ranks have not come: {self._words()}")
 
     def _ask(self, what: str) -> list[dict[str, Any]]:
-        for item in self._sockets:
-            item.sendall(f"{what}\n".encode())
+        try:
+            for item in self._sockets:
+                item.sendall(f"{what}\n".encode())
+        except OSError as error:
+            raise StepFailed(f"a rank ended: {self._words()}") from error
         return self._answers()
 
     def _answers(self) -> list[dict[str, Any]]:
-        lines = [item.readline() for item in self._files]
+        try:
+            lines = [item.readline() for item in self._files]
+        except OSError as error:
+            raise StepFailed(f"a rank ended: {self._words()}") from error
         require(all(lines), f"a rank ended: {self._words()}")
         return sorted(map(json.loads, lines), key=lambda answer: int(answer["rank"]))
 
@@ -235,5 +248,5 @@ def lines(*parts: object) -> str:
 
 def model(name: str, checkpoint: Path, devices: Sequence[str], *more: str) -> str:
     """The [[model]] part of a config."""
-    where = f"devices = {json.dumps(list(devices))}"
-    return lines("[[model]]", f'name = "{name}"', f'checkpoint = "{checkpoint}"', where, *more)
+    path, where = (json.dumps(value, ensure_ascii=False) for value in (str(checkpoint), list(devices)))
+    return lines("[[model]]", f'name = "{name}"', f"checkpoint = {path}", f"devices = {where}", *more)

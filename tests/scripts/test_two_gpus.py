@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -63,6 +64,34 @@ def test_a_dry_run_on_host_devices(temporary: Path, tmp_path: Path) -> None:
     assert "two ranks and the whole model" in done.stdout
     ratios = [row["result"] for row in rows if row["what"].startswith("bytes read / checkpoint")]
     assert ratios == ["1.000"] * 3
+
+
+def test_a_run_that_is_ended_leaves_nothing(temporary: Path) -> None:
+    """By SIGTERM, too: the table of what was done is printed, services end, and the checkpoint is removed."""
+    environ = {**os.environ, "TWO_GPUS_PYTHON": sys.executable, "PYTHONPATH": import_path()}
+    command = [str(SCRIPTS / "gpu" / "two_gpus.sh"), "--device", "host", "--folder", str(temporary)]
+    with subprocess.Popen(
+        [*command, "--steps", "isolation"], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stderr is not None
+        while "isolation" not in (line := run.stderr.readline()):
+            assert line
+        children = [int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
+        assert children
+        run.send_signal(signal.SIGTERM)
+        out, _ = run.communicate(timeout=50)
+    assert run.returncode
+    assert "GB written" in out
+    assert not list(temporary.iterdir())
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.parametrize("option", [("--kills", "0"), ("--gb", "nan"), ("--json", "/no/file"), ("--folder", "/no")])
+def test_options_are_checked_first(option: tuple[str, str]) -> None:
+    """Exit status 2, with the option's name, before anything is written."""
+    command = [sys.executable, str(SCRIPTS / "gpu" / "two_gpus.py"), "--device", "host", *option]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": import_path()}, capture_output=True, text=True)
+    assert (done.returncode, option[0] in done.stderr.splitlines()[-1]) == (2, True)
 
 
 @pytest.mark.timeout(200)
