@@ -135,6 +135,17 @@ class SchedulerWeightUpdaterManager:
         return "released"
 
 
+class GroupCoordinator:
+    """The pipeline ranks as the first of them sees them: what it sends, where that was, and to whom is in `sent`."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.sent: list[tuple[tuple[int, ...], torch.dtype, str, int | None]] = []
+
+    def send(self, tensor: torch.Tensor, dst: int | None = None) -> None:
+        self.sent.append((tuple(tensor.shape), tensor.dtype, tensor.device.type, dst))
+
+
 class BaseModelLoader:
     preloaded_weights_bytes: int = 0
 
@@ -314,6 +325,8 @@ def modules() -> dict[str, types.ModuleType]:
         "managers.scheduler_components.weight_updater": {
             "SchedulerWeightUpdaterManager": _fresh(SchedulerWeightUpdaterManager)
         },
+        "distributed.parallel_state": {"GroupCoordinator": _fresh(GroupCoordinator)},
+        "layers.rotary_embedding.factory": {"_ROPE_DICT": {}},
         "layers.deep_gemm_wrapper.configurer": {"ENABLE_JIT_DEEPGEMM": False, "DEEPGEMM_SCALE_UE8M0": False},
         "runtime_context": {
             "get_parallel": lambda: ranks,

@@ -103,6 +103,7 @@ def test_values_that_are_no_json_are_digested_by_what_they_hold(engine: Engine) 
         ("exec.moe", "ep_num_redundant_experts", 2),
         ("exec.moe", "init_expert_location", "/placement.json"),
         ("exec.moe", "elastic_ep_backend", "mooncake"),
+        ("exec.deterministic", "rl_on_policy_target", "fsdp"),
         ("exec.offload", "cpu_offload_gb", 4),
         ("exec.offload", "offload_group_size", 2),
         ("model", "startup_weight_load_mode", "overlap"),
@@ -113,8 +114,8 @@ def test_values_that_are_no_json_are_digested_by_what_they_hold(engine: Engine) 
 def test_a_setting_that_moves_weights_is_refused(engine: Engine, group: str, leaf: str, value: Any) -> None:
     """The sentence names the setting and its value; without it there is none."""
     assert layout.refusal(MODEL, "cpu") is None
-    if group == "exec.offload":
-        engine.set("exec", offload=type(layout_bag(engine))())
+    if group in ("exec.offload", "exec.deterministic"):
+        engine.set("exec", **{group.partition(".")[2]: type(layout_bag(engine))()})
     engine.set(group, **{leaf: value})
     assert (layout.refusal(MODEL, "cpu") or "").startswith(f"{leaf} is {value!r}: ")
 

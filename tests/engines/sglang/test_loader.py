@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,57 @@ def test_a_quantisation_that_is_not_supported_is_refused_or_read_from_disk(
     assert [wanted.checkpoint for wanted in asked] == [checkpoint]
     assert published(worker) == []
     assert engine.disk_loads == 1
+
+
+class Reading(standin.Model):
+    """As InternVL: the constructor reads values, after it has shared a rotary embedding with later models."""
+
+    def __init__(self, config: Any, quant_config: Any = None) -> None:
+        super().__init__(config, quant_config)
+        shared = sys.modules["sglang.srt.layers.rotary_embedding.factory"]._ROPE_DICT
+        shared.setdefault("rope", nn.Module()).register_buffer("cos_sin_cache", torch.ones(4))
+        self.rates = [rate.item() for rate in torch.ones(3)]
+
+
+def test_a_constructor_that_reads_values_is_an_error_or_a_load_from_disk(
+    worker: RunningWorker, engine: Engine, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By policy: an error that names the reason, or one warning with it and SGLang's own load, which is not published.
+    No rotary embedding without memory is left for the models after it."""
+    engine.loader.model_class = Reading
+    expected = engine.load(checkpoint)(IDS)
+    shared = sys.modules["sglang.srt.layers.rotary_embedding.factory"]._ROPE_DICT
+    shared.clear()
+    with pytest.raises(EngineError, match=r"cannot be built from cached weights: .*meta"):
+        engine.load(checkpoint, on_miss="wait")
+    assert shared == {}
+    with caplog.at_level(logging.WARNING):
+        model = engine.load(checkpoint)
+    assert len([item for item in caplog.records if "cannot be built from cached weights" in item.getMessage()]) == 1
+    assert not shared["rope"].cos_sin_cache.is_meta
+    assert engine.disk_loads == 2
+    assert engine.last_loader.preloaded_weights_bytes == 0
+    assert torch.equal(model(IDS), expected)
+
+
+def test_a_constructor_sends_what_the_last_pipeline_rank_waits_for(
+    worker: RunningWorker, engine: Engine, checkpoint: Path
+) -> None:
+    """As tied GLM-4 models: a hit sends as much as a load from disk does, and not a tensor without memory."""
+    coordinator = sys.modules["sglang.srt.distributed.parallel_state"].GroupCoordinator
+    group, before = coordinator(), coordinator.send
+
+    class Sending(standin.Model):
+        def __init__(self, config: Any, quant_config: Any = None) -> None:
+            super().__init__(config, quant_config)
+            group.send(self.embed.weight, dst=1)
+
+    engine.loader.model_class = Sending
+    models = [engine.load(checkpoint), engine.load(checkpoint)]
+    assert engine.disk_loads == 1
+    assert group.sent == [((32, 16), torch.float32, "cpu", 1)] * 2
+    assert coordinator.send is before
+    del models
 
 
 class Marked(standin.Model):

@@ -43,6 +43,7 @@ SETTINGS: dict[tuple[str, str], dict[str, str | None]] = {
         "enable_paged_experts": "0.5.23",
         "kt_weight_path": None,
     },
+    ("exec_", "ExecDeterministic"): {"rl_on_policy_target": None},
     ("exec_", "ExecOffload"): {
         "cpu_offload_gb": None,
         "offload_group_size": None,
@@ -141,6 +142,14 @@ USED: list[dict[str, Any]] = [
     ),
     _used(_LOADER, "_get_quantization_config", "of the model on meta", parameters=("model_config", "load_config")),
     _used("model_loader.utils", "set_default_torch_dtype", "of the model on meta", parameters=("dtype",)),
+    _used(
+        "distributed.parallel_state",
+        "GroupCoordinator.send",
+        "replaced while the model is built on meta",
+        parameters=("tensor", "dst"),
+    ),
+    _used("distributed.parallel_state", "GroupCoordinator.device", "where what it sends has memory"),
+    _used("layers.rotary_embedding.factory", "_ROPE_DICT", "what a constructor that failed on meta has entered"),
     _used("configs.device_config", "DeviceConfig.device_type", "where to load"),
     _used("configs.device_config", "DeviceConfig.gpu_id", "where to load"),
     # The key.

@@ -49,6 +49,7 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("startup_weight_load_mode", ("serial", None), "overlapped loading captures graphs before the weights are there"),
     ("weight_cache_mode", ("off",), "SGLang's own weight cache is on; one of the two is enough"),
     ("rl_quant_profile", (None,), "reinforcement learning changes weights while the engine runs"),
+    ("rl_on_policy_target", (None,), "reinforcement learning changes weights, and its rotary tables need memory"),
     ("modelopt_quant", (None, ""), "ModelOpt quantises while it loads"),
     ("delete_ckpt_after_loading", (False,), "a checkpoint that is deleted cannot be compared with the cache"),
     ("remote_instance_weight_loader_start_seed_via_transfer_engine", (False,),

@@ -12,8 +12,11 @@ speculative decoding has a key of its own role; ``--speculative-draft-load-forma
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +37,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _ELSEWHERE = ("secondary_weights", "allow_patterns_overrides")  # of a model: it reads files beside the checkpoint's own
 _SHOWN = 5
+# What constructors raise that meet tensors without memory.
+_BUILD_ERRORS = (
+    RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError, KeyError, AssertionError, IndexError,
+)  # fmt: skip
 
 
 class Loading:
@@ -73,11 +80,25 @@ class Loading:
             policy.refuse_beside(wanted)
             return self._load_and_publish(wanted, model_config, device_config)
         arrived = max(free - _free_bytes(device_config), 0)  # while this process waited for it, not before
-        model = self._filled(weights, model_config)
-        if self._options.mode == "zero_copy":
-            plugin.share(model, weights)
-            self.preloaded_weights_bytes = max(weights.nbytes - arrived, 0)
-        return model
+        try:
+            model = self._filled(weights, model_config)
+        except (EngineError, *_BUILD_ERRORS) as error:
+            weights.close()
+            what = error.problem if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            # Without the frames of `error`, which hold the model.
+            problem = EngineError(problem=f"{model_config.model_path} cannot be built from cached weights: {what}")
+        else:
+            if self._options.mode == "zero_copy":
+                plugin.share(model, weights)
+                self.preloaded_weights_bytes = max(weights.nbytes - arrived, 0)
+            return model
+        gc.collect()
+        policy.without_cache(wanted, self._options, problem)
+        policy.refuse_beside(wanted)
+        own: torch.nn.Module = self._own_loader(model_config).load_model(
+            model_config=model_config, device_config=device_config
+        )
+        return own
 
     def _filled(self, weights: Weights, model_config: Any) -> torch.nn.Module:
         """The model on meta, then every tensor of it from the cache."""
@@ -88,10 +109,11 @@ class Loading:
         start = time.monotonic()
         own = self._own_config()
         quantization = loader._get_quantization_config(model_config, own)
-        with set_default_torch_dtype(model_config.dtype), torch.device("meta"):
-            model: torch.nn.Module = loader._initialize_model(model_config, own, quantization)
-        built = time.monotonic()
-        weights.install(model)
+        with rotary_kept(), sent_with_memory():
+            with set_default_torch_dtype(model_config.dtype), torch.device("meta"):
+                model: torch.nn.Module = loader._initialize_model(model_config, own, quantization)
+            built = time.monotonic()
+            weights.install(model)
         _log.info("%s of %s: %d tensors of %d bytes in %.3f s, after %.3f s to build the model",
                   weights.manifest.model, model_config.model_path, len(weights), weights.nbytes,
                   time.monotonic() - built, built - start)  # fmt: skip
@@ -203,6 +225,45 @@ def loader_class() -> type:
 @cache
 def _class_over(base: type) -> type:
     return type("WeightcachedModelLoader", (Loading, base), {"__doc__": Loading.__doc__, "__module__": __name__})
+
+
+@contextmanager
+def rotary_kept() -> Iterator[None]:
+    """Takes back, after an error, the rotary embeddings that a constructor has entered for later models to share.
+
+    They have no memory, with which SGLang's kernels do nothing and say nothing.
+    """
+    from sglang.srt.layers.rotary_embedding.factory import _ROPE_DICT
+
+    before = dict(_ROPE_DICT)
+    try:
+        yield
+    except BaseException:
+        _ROPE_DICT.clear()
+        _ROPE_DICT.update(before)
+        raise
+
+
+@contextmanager
+def sent_with_memory() -> Iterator[None]:
+    """Inside, a tensor without memory is sent to another rank as one of any values, as it is in a load from disk.
+
+    Constructors of tied models send the embedding to the last pipeline rank, before it is loaded. torch sends nothing
+    of a tensor on meta and says nothing, and the other rank would wait.
+    """
+    import torch
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+
+    original = GroupCoordinator.send
+
+    def send(group: Any, tensor: torch.Tensor, dst: int | None = None) -> None:
+        original(group, torch.zeros_like(tensor, device=group.device) if tensor.is_meta else tensor, dst)
+
+    GroupCoordinator.send = send
+    try:
+        yield
+    finally:
+        GroupCoordinator.send = original
 
 
 def _watch(own: Any, taken: list[Snapshot]) -> None:
