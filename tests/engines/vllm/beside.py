@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.vllm import real
-from tests.engines.vllm.starting import PYTHON, START_SECONDS, Started, Vllm
+from tests.engines.vllm.real import START_SECONDS
+from tests.engines.vllm.starting import PYTHON, Started, Vllm
 from tests.manager import Manager
 from tests.running import ROOT
 from weightcached.cli.output import print_table

@@ -8,11 +8,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.engines.vllm.real import START_SECONDS
 from tests.running import ROOT, import_path
 from weightcached.engines.parity import Description, compare
 
-__all__ = ["START_SECONDS"]
 PYTHON = os.environ.get("WEIGHTCACHED_VLLM_PYTHON")
 # Pre-processed mode has these in host memory, as their names say; a load from disk has them on the device, where vLLM
 # constructs them, or, on a CPU, in the memory of others.

@@ -18,6 +18,8 @@ from tests.engines.vllm import shaped
 from weightcached.engines.vllm import preload
 from weightcached.errors import EngineError
 
+REDUCING = [f"VLLM_ALLREDUCE_USE_{name}" for name in ("SYMM_MEM", "FLASHINFER", "FLASHINFER_PCIE_IPC")]
+
 
 def test_place_is_told_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Name, rank, number of ranks, and where they meet."""
@@ -64,9 +66,9 @@ def test_ranks_that_see_one_gpu_each(
     assert config.distributed_executor_backend == backend
 
 
-def test_a_rank_makes_no_buffers_to_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own ways to reduce over GPUs are off before its groups are made: each looks for the GPUs of all ranks."""
-    for name in (*preload._REDUCING, "VLLM_DIST_IDENT"):
+def test_a_rank_looks_for_no_other_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own ways to reduce over GPUs, which need those of all ranks, are off before its groups are made."""
+    for name in (*REDUCING, "VLLM_DIST_IDENT"):
         monkeypatch.setenv(name, "1")
     monkeypatch.delenv("WEIGHTCACHED_DEVICE", raising=False)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
@@ -78,7 +80,7 @@ def test_a_rank_makes_no_buffers_to_reduce(monkeypatch: pytest.MonkeyPatch) -> N
     calls: list[tuple[object, ...]] = []
 
     def group(*sizes: int, **arguments: object) -> None:
-        calls.append(("group", *sizes, *(os.environ[name] for name in preload._REDUCING)))
+        calls.append(("group", *sizes, *(os.environ[name] for name in REDUCING)))
 
     groups = made["vllm.distributed"]
     groups.set_custom_all_reduce = lambda enable: calls.append(("custom", enable))

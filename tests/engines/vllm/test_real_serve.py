@@ -107,7 +107,7 @@ def test_killed_engines_and_a_killed_service(serve: Start, runtime_dir: Path) ->
 @TWO_DEVICES
 @pytest.mark.parametrize("kind", RANKS)
 def test_two_ranks(serve: Start, runtime_dir: Path, kind: str) -> None:
-    """Two ranks publish side by side, and both find their own: the tokens are those of a load from disk."""
+    """Two ranks publish side by side, and both find their own, with the tokens of a load from disk (if it computes)."""
     of, arguments = RANKS[kind]
     computes = kind == "tensor" or gpu_devices()  # on a CPU vLLM 0.32 loads the others and fails at the first request
 
@@ -117,7 +117,7 @@ def test_two_ranks(serve: Start, runtime_dir: Path, kind: str) -> None:
         return tokens
 
     with running(runtime_dir, TWO):
-        disk = tokens_of(serve("--load-format", "auto", *arguments, of=of))
+        disk = tokens_of(serve("--load-format", "auto", *arguments, of=of)) if computes else []
         first = serve(*arguments, of=of)
         assert first.log.count("is loaded from disk") == 2
         assert tokens_of(first) == disk

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from tests.engines.vllm import checkpoints
-from tests.engines.vllm.starting import PYTHON, START_SECONDS, Started, Vllm, same
+from tests.engines.vllm.real import START_SECONDS
+from tests.engines.vllm.starting import PYTHON, Started, Vllm, same
 from tests.running import ROOT, RunningService
 from weightcached.devices import gpu_devices
 

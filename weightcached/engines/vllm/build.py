@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
     from ...client.weights import Weights
 
-# What constructors and hooks raise that meet tensors without memory, or a layer that is not what it was.
+# What constructors and hooks raise that meet tensors without memory, or a layer that is not what it was. A module of a
+# version that is newer than those known may be elsewhere.
 _BUILD_ERRORS = (
     RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError, KeyError, AssertionError, IndexError,
+    ImportError,
 )  # fmt: skip
 
 
@@ -89,18 +91,25 @@ def registries_kept(vllm_config: Any) -> Iterator[None]:
 
 @contextmanager
 def experts_mapped_on(device: torch.device) -> Iterator[None]:
-    """Inside, what says which experts are this rank's is made on the device, as in a load from disk.
+    """Inside, an `ExpertMapManager` has its tensors on the device, as after a load from disk.
 
-    It is computed, not loaded, and its constructor reads the values: up to 0.32 it fails without memory, and 0.33 makes
-    it on the CPU.
+    They are computed, not loaded, and its constructor reads their values, one by one, for a line of the log: without
+    memory it fails up to 0.32, and on a GPU each would be waited for. So it runs on the CPU.
     """
+    import torch
     from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 
     original = ExpertMapManager.__init__
 
+    def moved(value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(map(moved, value))
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
     def made_on_device(manager: Any, *args: Any, **kwargs: Any) -> None:
-        with device:
+        with torch.device("cpu"):
             original(manager, *args, **kwargs)
+        vars(manager).update({name: moved(value) for name, value in vars(manager).items()})
 
     ExpertMapManager.__init__ = made_on_device
     try:

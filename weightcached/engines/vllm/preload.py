@@ -25,8 +25,9 @@ from .reload import ATTRIBUTE
 from .versions import require_supported, vllm_version
 
 _log = logging.getLogger(__name__)
-# vLLM's own ways to reduce over GPUs, beside `set_custom_all_reduce`: each makes buffers, and wants to see the GPUs of
-# all ranks, while a publisher's process sees one. Nothing is reduced here, and none of these shapes weights.
+# vLLM's own ways to reduce over GPUs, off as custom all-reduce is: that looks up the other ranks' GPUs by number, while
+# a publisher's process sees one, and symmetric memory makes a buffer with them. Nothing is reduced here, and none of
+# these shapes weights.
 _REDUCING = tuple(f"VLLM_ALLREDUCE_USE_{name}" for name in ("SYMM_MEM", "FLASHINFER", "FLASHINFER_PCIE_IPC"))
 USAGE = "usage: python -m weightcached.engines.vllm preload MODEL [arguments of vLLM]"
 
@@ -109,10 +110,11 @@ def preload(vllm_config: Any, place: Place) -> int:
     from vllm.v1.worker.workspace import init_workspace_manager
 
     parallel = vllm_config.parallel_config
-    size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    size = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * parallel.prefill_context_parallel_size
     if size != place.world or parallel.data_parallel_size != 1:
         problem = (
-            f"tensor parallel {parallel.tensor_parallel_size} x pipeline parallel {parallel.pipeline_parallel_size}, "
+            f"tensor parallel {parallel.tensor_parallel_size} x pipeline parallel {parallel.pipeline_parallel_size} x "
+            f"prefill context parallel {parallel.prefill_context_parallel_size}, "
             f"data parallel {parallel.data_parallel_size} is not the {place.world} ranks of the service's model"
         )
         raise EngineError(problem=problem)
