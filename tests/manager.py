@@ -350,8 +350,14 @@ class Manager(Asked):
                     if pidfd >= 0:
                         poll.unregister(pidfd)
                         os.close(pidfd)
-                    pidfd = os.pidfd_open(self.pid)
-                    poll.register(pidfd, select.POLLIN)
+                    try:
+                        pidfd = os.pidfd_open(self.pid)
+                    except ProcessLookupError:  # ended and waited for, before this thread came to it
+                        pidfd = -1
+                        with self._changed:
+                            self._changed.notify_all()
+                    else:
+                        poll.register(pidfd, select.POLLIN)
                 elif fd == pidfd:
                     poll.unregister(pidfd)
                     os.close(pidfd)

@@ -76,14 +76,15 @@ def test_a_run_that_is_ended_leaves_nothing(temporary: Path) -> None:
         assert run.stderr is not None
         while "isolation" not in (line := run.stderr.readline()):
             assert line
-        children = [int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
-        assert children
+        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        service = children[0]  # the oldest
+        assert b"serve" in Path(f"/proc/{service}/cmdline").read_bytes().split(b"\0")
         run.send_signal(signal.SIGTERM)
         out, _ = run.communicate(timeout=50)
     assert run.returncode
     assert "GB written" in out
     assert not list(temporary.iterdir())
-    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    assert not Path(f"/proc/{service}").exists()
 
 
 @pytest.mark.parametrize("option", [("--kills", "0"), ("--gb", "nan"), ("--json", "/no/file"), ("--folder", "/no")])
