@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,23 @@ def plugin_folder(folder: Path) -> Path:
 class Served:
     """One start of `vllm serve MODEL --load-format weightcached`. Ends by `kill`."""
 
-    def __init__(self, python: str, model: Path, folder: Path, *arguments: str, **options: Any) -> None:
+    def __init__(
+        self,
+        python: str,
+        model: Path,
+        folder: Path,
+        *arguments: str,
+        environ: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        """`environ`: added to the engine's environment; `options` are those of the loader."""
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             self.port = found.getsockname()[1]
         self.log = ""
         self._model = str(model)
         self._changed = threading.Condition()
-        environment = {**os.environ, **real.ENVIRONMENT}
+        environment = {**os.environ, **real.ENVIRONMENT, **(environ or {})}
         environment["PYTHONPATH"] = import_path() if gpu_devices() else f"{plugin_folder(folder)}:{import_path()}"
         command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--load-format", "weightcached"]
         command += ["--model-loader-extra-config", json.dumps(options)] if options else []
