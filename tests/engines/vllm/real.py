@@ -72,11 +72,16 @@ class Report:
 
 
 def main(arguments: list[str]) -> int:
-    """`preload MODEL ...` is the command of that name with this environment, `serve` see there."""
+    """`preload MODEL ...` is the command of that name with this environment; `serve` and `expert-maps` see there."""
     if arguments[:1] == ["serve"]:
         return serve()
     if arguments[:1] == ["preload"]:
         return preload(arguments)
+    if arguments[:1] == ["expert-maps"]:
+        from tests.engines.vllm.expert_maps import compared
+
+        sys.stdout.write(f"{compared()}\n")
+        return 0
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model")
     parser.add_argument("--load-format", default="weightcached")

@@ -49,6 +49,17 @@ def plugin_folder(folder: Path) -> Path:
     return folder
 
 
+def search_path(folder: Path) -> str:
+    """PYTHONPATH of a vLLM: this checkout, and on a CPU the second plug-in, installed in the folder."""
+    return import_path() if gpu_devices() else f"{plugin_folder(folder)}:{import_path()}"
+
+
+def preload_command(python: str, model: Path, folder: Path, *arguments: str) -> list[str]:
+    """What stands in `publisher`, for an engine that gets the same arguments."""
+    preload = [python, "-m", "weightcached.engines.vllm", "preload", str(model), *real.ENGINE, *arguments]
+    return ["env", f"PYTHONPATH={search_path(folder)}", *preload]
+
+
 class Served:
     """One start of `vllm serve MODEL --load-format weightcached`. Ends by `kill`."""
 
@@ -69,7 +80,7 @@ class Served:
         self._model = str(model)
         self._changed = threading.Condition()
         environment = {**os.environ, **real.ENVIRONMENT, **(environ or {})}
-        environment["PYTHONPATH"] = import_path() if gpu_devices() else f"{plugin_folder(folder)}:{import_path()}"
+        environment["PYTHONPATH"] = search_path(folder)
         command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--load-format", "weightcached"]
         command += ["--model-loader-extra-config", json.dumps(options)] if options else []
         command += ["--host", "127.0.0.1", "--port", str(self.port), *real.ENGINE, *arguments]

@@ -10,35 +10,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.engines.vllm import real
-from tests.engines.vllm.serving import Served, plugin_folder
-from tests.engines.vllm.test_real_serve import PROMPT, PYTHON, models, pytestmark
+from tests.engines.vllm.serving import Served, preload_command
+from tests.engines.vllm.test_real_serve import PROMPT, PYTHON, RANKS, computes, models, pytestmark
 from tests.manager import Manager
-from tests.running import import_path
-from tests.service.nodes import free_port
+from tests.service.nodes import free_port, table
 from weightcached.devices import gpu_devices
 
 __all__ = ["models", "pytestmark"]
 
-SECONDS = 300.0  # for anything that is waited for
-KINDS = {  # checkpoint, keys of the model in the config, arguments of vLLM
-    "tensor": ("qwen3", "tensor_parallel = 2", ("--tensor-parallel-size", "2")),
-    "pipeline": ("qwen3", "pipeline_parallel = 2", ("--pipeline-parallel-size", "2")),
-    "expert": (
-        "qwen3-moe",
-        "tensor_parallel = 2\nexpert_parallel = true",
-        ("--tensor-parallel-size", "2", "--enable-expert-parallel"),
-    ),
-}
-
-
 Start = Callable[..., "Engine"]  # checkpoint, arguments of vLLM; options of the loader
+KEYS = {  # of the model in the config, for the kinds of RANKS that can be preloaded
+    "tensor": "tensor_parallel = 2",
+    "pipeline": "pipeline_parallel = 2",
+    "expert": "tensor_parallel = 2\nexpert_parallel = true",
+}
 
 
 class Engine:
@@ -55,12 +46,15 @@ class Engine:
             self.nodes.append(Served(PYTHON, model, folder, *place, *arguments, environ=environ, **options))
 
     def ready(self) -> Engine:
-        self.nodes[0].ready(SECONDS)
+        self.nodes[0].ready()
         return self
 
-    @property
-    def logs(self) -> list[str]:
-        return [node.log for node in self.nodes]
+    def complete(self) -> list[int]:
+        return self.nodes[0].complete(PROMPT)
+
+    def count(self, text: str) -> list[int]:
+        """How often each node has said it."""
+        return [node.log.count(text) for node in self.nodes]
 
     def kill(self) -> None:
         for node in self.nodes:
@@ -68,18 +62,31 @@ class Engine:
 
 
 @pytest.fixture
-def nodes() -> Iterator[list[Manager]]:
+def nodes(runtime_dir: Path) -> Iterator[list[Manager]]:
     """Two nodes, whose config says which devices they have, and nothing yet of models. They do not run."""
     names = [device.name for device in gpu_devices()] or ["host-0", "host-1"]
     with contextlib.ExitStack() as ended:
         made = []
         for rank, name in enumerate((names * 2)[:2]):
-            folder = Path(ended.enter_context(tempfile.TemporaryDirectory(prefix="wcn-", dir="/tmp")))
+            folder = runtime_dir / str(rank)
+            folder.mkdir(mode=0o700)
             environ = {"NCCL_HOSTID": f"node-{rank}", **real.ENVIRONMENT}
             environ |= {"CUDA_VISIBLE_DEVICES": name} if gpu_devices() else {}
             made.append(Manager(folder, f'devices = ["{name}"]\n', instance=f"node{rank}", environ=environ))
             ended.callback(made[-1].abandon)
         yield made
+
+
+@contextlib.contextmanager
+def running(nodes: list[Manager]) -> Iterator[None]:
+    """Ready together, since those of a cluster wait for one another; stopped in order unless the test fails."""
+    for node in nodes:
+        node.start()
+    for node in nodes:
+        node.wait_for("READY=1", real.START_SECONDS)
+    yield
+    for node in nodes:
+        node.stop()
 
 
 @pytest.fixture
@@ -96,58 +103,46 @@ def start(models: Path, nodes: list[Manager], tmp_path: Path) -> Iterator[Start]
 
 def test_published_on_two_nodes(nodes: list[Manager], start: Start) -> None:
     """The first engine's ranks publish, each to its node's service; those of the second find them. No cluster."""
-    for node in nodes:
-        node.start()
-    for node in nodes:
-        node.wait_for("READY=1", SECONDS)
-    of, _, arguments = KINDS["tensor"]
-    first = start(of, *arguments)
-    assert [log.count("is loaded from disk") for log in first.logs] == [1, 1]
-    tokens = first.nodes[0].complete(PROMPT)
-    first.kill()
-    second = start(of, *arguments, on_miss="fail")
-    assert [log.count("generation 1") for log in second.logs] == [1, 1]
-    assert second.nodes[0].complete(PROMPT) == tokens
-    second.kill()
-    for node in nodes:
-        node.stop()
+    of, arguments = RANKS["tensor"]
+    with running(nodes):
+        first = start(of, *arguments)
+        assert first.count("is loaded from disk") == [1, 1]
+        tokens = first.complete()
+        first.kill()
+        second = start(of, *arguments, on_miss="fail")
+        assert second.count("generation 1") == [1, 1]
+        assert second.complete() == tokens
+        second.kill()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KEYS)
 def test_preloaded_on_two_nodes(models: Path, nodes: list[Manager], start: Start, tmp_path: Path, kind: str) -> None:
     """The services preload a rank each by `publisher`, agree, and the engine's ranks find them, with the tokens of a
     load from disk; also after a node's service was killed under the engine, and the engine after it."""
-    of, keys, arguments = KINDS[kind]
-    computes = kind == "tensor" or gpu_devices()  # see test_two_ranks
-    path = import_path() if gpu_devices() else f"{plugin_folder(tmp_path)}:{import_path()}"
-    command = ["env", f"PYTHONPATH={path}", PYTHON, "-m", "weightcached.engines.vllm", "preload", str(models / of)]
-    command += [*real.ENGINE, *arguments]
-    ports = [free_port(), free_port()]
+    of, arguments = RANKS[kind]
+    publisher = json.dumps(preload_command(PYTHON, models / of, tmp_path, *arguments))
+    port, publisher_port = free_port(), free_port()
     for rank, node in enumerate(nodes):
-        model = f'[[model]]\nname = "served"\ncheckpoint = "{models / of}"\n{keys}\npublisher = {json.dumps(command)}\n'
-        cluster = f'[cluster]\nnodes = 2\nnode_rank = {rank}\nmaster_addr = "127.0.0.1"\nmaster_port = {ports[0]}\n'
-        node.configure(node.config.read_text() + model + cluster + f"publisher_port = {ports[1]}\n")
-        node.start()
-    for node in nodes:
-        node.wait_for("READY=1", SECONDS)
+        model = f'[[model]]\nname = "served"\ncheckpoint = "{models / of}"\n{KEYS[kind]}\npublisher = {publisher}\n'
+        cluster = table(2, rank, port, f"publisher_port = {publisher_port}")
+        node.configure(node.config.read_text() + model + cluster)
 
     def tokens_of(engine: Engine) -> list[int]:
-        return engine.nodes[0].complete(PROMPT) if computes else []
+        return engine.complete() if computes(kind) else []
 
-    tokens = []
-    if computes:
-        disk = start(of, *arguments, "--load-format", "auto")
-        tokens = tokens_of(disk)
-        disk.kill()
-    engine = start(of, *arguments, on_miss="fail")
-    assert [log.count("served generation 1") for log in engine.logs] == [1, 1]
-    assert tokens_of(engine) == tokens
-    nodes[1].kill()
-    assert tokens_of(engine) == tokens
-    engine.kill()
-    nodes[1].start().wait_for("READY=1", SECONDS)
-    again = start(of, *arguments, on_miss="fail")
-    assert [log.count("served generation 1") for log in again.logs] == [1, 1]
-    assert tokens_of(again) == tokens
-    for node in nodes:
-        node.stop()
+    with running(nodes):
+        tokens = []
+        if computes(kind):
+            disk = start(of, *arguments, "--load-format", "auto")
+            tokens = tokens_of(disk)
+            disk.kill()
+        engine = start(of, *arguments, on_miss="fail")
+        assert engine.count("served generation 1") == [1, 1]
+        assert tokens_of(engine) == tokens
+        nodes[1].kill()
+        assert tokens_of(engine) == tokens
+        engine.kill()
+        nodes[1].start().wait_for("READY=1", real.START_SECONDS)
+        again = start(of, *arguments, on_miss="fail")
+        assert again.count("served generation 1") == [1, 1]
+        assert tokens_of(again) == tokens

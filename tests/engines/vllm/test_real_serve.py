@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from tests.engines.vllm import real
-from tests.engines.vllm.serving import Served, cached_memory, plugin_folder
+from tests.engines.vllm.serving import Served, cached_memory, preload_command
 from tests.manager import Manager
-from tests.running import ROOT, import_path
+from tests.running import ROOT
 from weightcached.devices import gpu_devices
 
 PYTHON = os.environ.get("WEIGHTCACHED_VLLM_PYTHON", "")
@@ -39,6 +39,11 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="WEIGHTCACHED_VLLM_PYTHON names no interpreter that has vLLM"),
     pytest.mark.timeout(1800),
 ]
+
+
+def computes(kind: str) -> bool:
+    """Whether such ranks answer. On a CPU vLLM 0.32 loads the others and fails at the first request."""
+    return kind == "tensor" or bool(gpu_devices())
 
 
 @pytest.fixture(scope="module")
@@ -109,15 +114,14 @@ def test_killed_engines_and_a_killed_service(serve: Start, runtime_dir: Path) ->
 def test_two_ranks(serve: Start, runtime_dir: Path, kind: str) -> None:
     """Two ranks publish side by side, and both find their own, with the tokens of a load from disk (if it computes)."""
     of, arguments = RANKS[kind]
-    computes = kind == "tensor" or gpu_devices()  # on a CPU vLLM 0.32 loads the others and fails at the first request
 
     def tokens_of(engine: Served) -> list[int]:
-        tokens = engine.complete(PROMPT) if computes else []
+        tokens = engine.complete(PROMPT) if computes(kind) else []
         engine.kill()
         return tokens
 
     with running(runtime_dir, TWO):
-        disk = tokens_of(serve("--load-format", "auto", *arguments, of=of)) if computes else []
+        disk = tokens_of(serve("--load-format", "auto", *arguments, of=of)) if computes(kind) else []
         first = serve(*arguments, of=of)
         assert first.log.count("is loaded from disk") == 2
         assert tokens_of(first) == disk
@@ -131,17 +135,14 @@ def test_a_service_preloads_by_the_command(
     serve: Start, model: Path, runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """`publisher = [...]`: the service is ready when the weights are cached; the first engine is a hit, each rank."""
-    path = import_path() if gpu_devices() else f"{plugin_folder(tmp_path)}:{import_path()}"
     devices = [device.name for device in gpu_devices()[:size]] or ["host-0", "host-1"][:size]
     ranks = ["--tensor-parallel-size", str(size)]
-    command = ["env", f"PYTHONPATH={path}", PYTHON, "-m", "weightcached.engines.vllm", "preload", str(model)]
-    command += [*real.ENGINE, *ranks]
     config = f"""devices = {json.dumps(devices)}
 [[model]]
 name = "served"
 checkpoint = "{model}"
 tensor_parallel = {size}
-publisher = {json.dumps(command)}
+publisher = {json.dumps(preload_command(PYTHON, model, tmp_path, *ranks))}
 """
     for name, value in real.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)

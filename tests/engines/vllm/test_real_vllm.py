@@ -85,11 +85,9 @@ def test_disk_publisher_and_attached_are_the_same(
     assert "loaded from disk" not in hit.log
 
 
-def test_maps_of_experts() -> None:
+def test_maps_of_experts(vllm: Vllm, tmp_path: Path) -> None:
     """A rank's map, made for cached weights, is that of a load from disk: values, dtypes, devices, routing tables."""
-    command = [str(PYTHON), "-m", "tests.engines.vllm.expert_maps"]
-    made = subprocess.run(command, cwd=ROOT, check=True, timeout=START_SECONDS, stdout=subprocess.PIPE, text=True)
-    assert int(made.stdout.split()[-1]) == 40
+    assert int(vllm.run(tmp_path / "maps", "expert-maps").split()[-1]) == 40
 
 
 def test_vllm_59647_equal_headers_are_told_apart(
